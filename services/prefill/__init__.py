@@ -1,0 +1,1 @@
+"""The prefill service: computes prompts in chunks and hands their KV over."""

@@ -1,0 +1,1 @@
+"""Spans, logs and metrics: their names, and how they are set up."""
