@@ -1,0 +1,267 @@
+"""The contract of `Runner`: whatever the batch, the tokens are those of transformers' own `generate`."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import ARCHITECTURES, VOCAB, make_tiny
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from services.engine.card import read_card
+from services.engine.catalog import resolve
+from services.engine.errors import EngineError, InvalidSlice
+from services.engine.model import LoadedModel, load
+from services.engine.runner import GenericRunner, Runner, Slice
+from services.engine.sequence import TokenSequence
+
+BLOCK_TOKENS = 16
+BLOCKS = 96
+NEW_TOKENS = 12
+PROMPT_TOKENS = (1, BLOCK_TOKENS - 1, BLOCK_TOKENS, BLOCK_TOKENS + 1, 100)
+
+MakeRunner = Callable[[LoadedModel, np.ndarray], Runner]
+# A second implementation joins here.
+RUNNERS: dict[str, MakeRunner] = {"generic": GenericRunner}
+
+# gemma2 (softcap) and mistral (window without layer types) are served by the same code paths as the others and more.
+MODELS = (*ARCHITECTURES, "gemma2", "mistral")
+
+
+class Case:
+    """A loaded model, a runner over a spoiled arena, and the reference model."""
+
+    def __init__(self, folder: Path, make: MakeRunner, dtype: str = "fp32") -> None:
+        self.model = load(read_card(folder, "tiny"), dtype=dtype)
+        self.make = make
+        self.reference = reference(folder)
+
+    def arena(self, blocks: int = BLOCKS) -> np.ndarray:
+        """An arena full of NaN: a slot that is read without having been written cannot go unnoticed."""
+        card = self.model.card
+        shape = (card.layers, 2, blocks, BLOCK_TOKENS, card.kv_heads, card.head_dim)
+        if self.model.dtype == "fp32":
+            return np.full(shape, np.nan, dtype=np.float32)
+        return np.full(shape, 0x7FC0, dtype=np.uint16)
+
+    def runner(self) -> Runner:
+        return self.make(self.model, self.arena())
+
+    def expected(self, prompt: Sequence[int], new_tokens: int = NEW_TOKENS) -> list[int]:
+        """The reference's greedy continuation, past end-of-sequence tokens."""
+        output = self.reference.generate(
+            torch.tensor([list(prompt)]),
+            attention_mask=torch.ones((1, len(prompt)), dtype=torch.long),
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            eos_token_id=None,
+        )
+        return output[0, len(prompt) :].tolist()
+
+
+@cache
+def reference(folder: Path) -> PreTrainedModel:
+    # sdpa knows no softcap, and says so.
+    softcap = "gemma2" in folder.name
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager" if softcap else "sdpa"
+    )
+    model.generation_config.eos_token_id = None
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    root = tmp_path_factory.mktemp("models")
+
+    @cache
+    def folder(architecture: str) -> Path:
+        return make_tiny(architecture, root / architecture)
+
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cases(folders: Callable[[str], Path]) -> Callable[[str, str], Case]:
+    return cache(lambda kind, architecture: Case(folders(architecture), RUNNERS[kind]))
+
+
+@pytest.fixture(params=RUNNERS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(params=MODELS)
+def case(request: pytest.FixtureRequest, kind: str, cases: Callable[[str, str], Case]) -> Case:
+    return cases(kind, request.param)
+
+
+@pytest.fixture
+def llama(kind: str, cases: Callable[[str, str], Case]) -> Case:
+    return cases(kind, "llama")
+
+
+def prompt_of(tokens: int, seed: int = 1) -> list[int]:
+    return random.Random(seed * 1000 + tokens).choices(range(VOCAB), k=tokens)
+
+
+def decode(
+    runner: Runner, prompts: Sequence[Sequence[int]], *, chunk: Callable[[int], int], new_tokens: int = NEW_TOKENS
+) -> list[list[int]]:
+    """Greedy continuation of all prompts together, over shuffled blocks. `chunk(step)` limits a slice's tokens."""
+    free = list(range(BLOCKS))
+    random.Random(7).shuffle(free)
+    sequences = [TokenSequence(token_ids=list(prompt)) for prompt in prompts]
+    for sequence in sequences:
+        missing = sequence.blocks_missing(runner.block_tokens, room_tokens=new_tokens)
+        sequence.add_blocks(free.pop() for _ in range(missing))
+    step = 0
+    while True:
+        running = [s for s, p in zip(sequences, prompts, strict=True) if len(s.token_ids) < len(p) + new_tokens]
+        if not running:
+            return [s.token_ids[len(p) :] for s, p in zip(sequences, prompts, strict=True)]
+        slices = [s.next_slice(chunk(step + i)) for i, s in enumerate(running)]
+        logits = runner.run(slices)
+        tokens = iter(logits.argmax(dim=-1).tolist())
+        for sequence, part in zip(running, slices, strict=True):
+            sequence.advance(len(part.token_ids))
+            if part.wants_logits:
+                sequence.append(next(tokens))
+        step += 1
+
+
+@pytest.mark.parametrize("tokens", PROMPT_TOKENS)
+def test_one_prompt_alone_gives_the_tokens_of_generate(case: Case, tokens: int) -> None:
+    prompt = prompt_of(tokens)
+    expected = case.expected(prompt)
+    assert len(set(expected)) > 2, "a constant text would prove little"
+    assert decode(case.runner(), [prompt], chunk=lambda _: tokens) == [expected]
+
+
+def test_prompts_of_all_sizes_together_give_the_tokens_of_generate(case: Case) -> None:
+    prompts = [prompt_of(tokens) for tokens in PROMPT_TOKENS]
+    assert decode(case.runner(), prompts, chunk=lambda _: 1000) == [case.expected(p) for p in prompts]
+
+
+def test_uneven_chunks_mixed_with_single_tokens_give_the_tokens_of_generate(case: Case) -> None:
+    """Chunks of 1 to 37 tokens: early prompts already decode while late ones are still computed."""
+    prompts = [prompt_of(tokens, seed=2) for tokens in (100, 1, 17, 90, 33, 16)]
+    sizes = (7, 1, 37, 16, 5, 11)
+    assert decode(case.runner(), prompts, chunk=lambda step: sizes[step % len(sizes)]) == [
+        case.expected(p) for p in prompts
+    ]
+
+
+def test_logits_of_the_wanted_slices_equal_the_references(case: Case) -> None:
+    prompts = [prompt_of(tokens, seed=3) for tokens in (20, 3, 41)]
+    wants = (True, False, True)
+    logits = case.runner().run(
+        [
+            Slice(token_ids=p, start=0, blocks=range(4 * i, 4 * i + 4), wants_logits=w)
+            for i, (p, w) in enumerate(zip(prompts, wants, strict=True))
+        ]
+    )
+    expected = [case.reference(torch.tensor([p])).logits[0, -1] for p in (prompts[0], prompts[2])]
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, torch.stack(expected).detach(), rtol=1e-4, atol=1e-4)
+
+
+def test_the_blocks_hold_the_references_keys_token_by_token(llama: Case) -> None:
+    """What another worker is sent is what is in the arena: right place, right layout, nothing else touched."""
+    prompt, blocks = prompt_of(BLOCK_TOKENS + 3), [9, 4]
+    arena = llama.arena()
+    llama.make(llama.model, arena).run([Slice(token_ids=prompt, start=0, blocks=blocks, wants_logits=False)])
+    cache_ = llama.reference(torch.tensor([prompt]), use_cache=True).past_key_values
+    for layer in range(llama.model.card.layers):
+        for which, tensor in enumerate((cache_.layers[layer].keys, cache_.layers[layer].values)):
+            expected = tensor[0].transpose(0, 1).detach().numpy()
+            written = np.concatenate([arena[layer, which, block] for block in blocks])[: len(prompt)]
+            np.testing.assert_allclose(written, expected, rtol=1e-4, atol=1e-4)
+    assert np.count_nonzero(~np.isnan(arena).all(axis=(0, 1, 4, 5))) == len(prompt)
+
+
+def test_a_sequence_goes_on_from_blocks_that_another_runner_wrote(llama: Case) -> None:
+    prompt = prompt_of(2 * BLOCK_TOKENS + 5)
+    source, target = llama.arena(), llama.arena()
+    there, here = [40, 2, 17], [3, 60, 21]
+    first = llama.make(llama.model, source).run([Slice(token_ids=prompt, start=0, blocks=there, wants_logits=True)])
+    target[:, :, here] = source[:, :, there]
+    token = int(first.argmax())
+    after = llama.make(llama.model, target).run(
+        [Slice(token_ids=[token], start=len(prompt), blocks=here, wants_logits=True)]
+    )
+    assert [token, int(after.argmax())] == llama.expected(prompt, 2)
+
+
+def test_no_slices_and_no_wanted_logits_give_no_rows(llama: Case) -> None:
+    runner = llama.runner()
+    assert tuple(runner.run([]).shape) == (0, VOCAB)
+    silent = Slice(token_ids=[1, 2], start=0, blocks=[0], wants_logits=False)
+    assert tuple(runner.run([silent]).shape) == (0, VOCAB)
+
+
+def test_a_bad_slice_is_refused_before_anything_is_written(llama: Case) -> None:
+    good = Slice(token_ids=[1, 2], start=0, blocks=[0], wants_logits=True)
+    bad = (
+        Slice(token_ids=[VOCAB], start=0, blocks=[1], wants_logits=True),
+        Slice(token_ids=[-1], start=0, blocks=[1], wants_logits=True),
+        Slice(token_ids=[1], start=0, blocks=[BLOCKS], wants_logits=True),
+        Slice(token_ids=[1], start=BLOCK_TOKENS, blocks=[1], wants_logits=True),
+        Slice(token_ids=[], start=0, blocks=[1], wants_logits=True),
+        Slice(token_ids=[3], start=1, blocks=[0], wants_logits=True),
+    )
+    for slice_ in bad:
+        arena = llama.arena()
+        with pytest.raises(InvalidSlice):
+            llama.make(llama.model, arena).run([good, slice_])
+        assert np.isnan(arena).all()
+
+
+def test_an_arena_of_another_shape_or_dtype_is_refused(llama: Case) -> None:
+    arena = llama.arena()
+    for wrong in (arena[:-1].copy(), arena[..., :-1].copy(), arena.astype(np.float64)):
+        with pytest.raises(EngineError):
+            llama.make(llama.model, wrong)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_bf16_logits_stay_within_rounding_of_fp32_and_do_not_depend_on_chunks(
+    kind: str, architecture: str, folders: Callable[[str], Path]
+) -> None:
+    case = Case(folders(architecture), RUNNERS[kind], dtype="bf16")
+    prompt = prompt_of(60)
+    blocks = [5, 1, 8, 2]
+    whole = case.runner().run([Slice(token_ids=prompt, start=0, blocks=blocks, wants_logits=True)])
+    runner = case.runner()
+    runner.run([Slice(token_ids=prompt[:23], start=0, blocks=blocks, wants_logits=False)])
+    pieces = runner.run([Slice(token_ids=prompt[23:], start=23, blocks=blocks, wants_logits=True)])
+    exact = case.reference(torch.tensor([prompt])).logits[0, -1].detach()
+    scale = float(exact.abs().max())
+    rounding = 0.01 if case.model.compute_dtype is torch.float32 else 0.05
+    assert float((whole - pieces).abs().max()) / scale < rounding
+    difference = float((whole[0] - exact).abs().max()) / scale
+    assert 0 < difference < 0.15
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Case:
+    return Case(resolve("smollm2", progress=lambda _: None).path, GenericRunner)
+
+
+def real_prompt(tokens: int) -> list[int]:
+    """Tokens of the embedded model's vocabulary, most of them plain words."""
+    return [1, *random.Random(tokens).choices(range(300, 20_000), k=tokens - 1)]
+
+
+@pytest.mark.parametrize(
+    "sizes", [pytest.param((1, 15, 17)), pytest.param((16, 100, 33), marks=pytest.mark.slow)], ids=str
+)
+def test_the_embedded_model_gives_the_tokens_of_generate(smollm2: Case, sizes: tuple[int, ...]) -> None:
+    prompts = [real_prompt(tokens) for tokens in sizes]
+    expected = [smollm2.expected(p, 5) for p in prompts]
+    assert decode(smollm2.runner(), prompts, chunk=lambda step: (11, 4, 40)[step % 3], new_tokens=5) == expected
