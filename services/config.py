@@ -53,7 +53,6 @@ class WorkerConfig(ServiceConfig):
     block_tokens: int = setting(16, "Tokens per KV block.", minimum=1, maximum=1024)
     chunk_tokens: int = setting(256, "Most prompt tokens computed in one step.", minimum=1)
     max_batch: int = setting(64, "Most requests in one step.", minimum=1)
-    transport: str = setting("ucx", "Data plane between workers.", choices=("ucx",))
     step_cores: str = setting("", "CPU cores of the step thread, for example 0 or 0,1; empty leaves it to the system.")
     other_cores: str = setting("", "CPU cores of every other thread; empty leaves it to the system.")
 

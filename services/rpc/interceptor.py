@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import grpc
 import grpc.aio
@@ -40,11 +40,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
                 if handler.request_streaming
                 else grpc.unary_stream_rpc_method_handler
             )
-            behaviour: Stream = handler.stream_stream if handler.request_streaming else handler.unary_stream
-            return make(_stream(behaviour, method), handler.request_deserializer, handler.response_serializer)  # type: ignore[arg-type]
-        unary: Unary = handler.unary_unary
+            behaviour = cast(Stream, handler.stream_stream if handler.request_streaming else handler.unary_stream)
+            return make(_stream(behaviour, method), handler.request_deserializer, handler.response_serializer)
         return grpc.unary_unary_rpc_method_handler(
-            _unary(unary, method),  # type: ignore[arg-type]
+            _unary(cast(Unary, handler.unary_unary), method),
             handler.request_deserializer,
             handler.response_serializer,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -11,6 +12,8 @@ from grpc_reflection.v1alpha import reflection
 from services.errors import StartError
 from services.rpc.interceptor import CallInterceptor
 from services.rpc.options import SERVER_OPTIONS
+
+ServicerT = TypeVar("ServicerT")
 
 
 class RpcServer:
@@ -25,20 +28,22 @@ class RpcServer:
         visible = (*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(visible, self.server)
 
-    def add(self, register: Callable[[object, grpc.aio.Server], None], servicer: object) -> None:
+    def add(self, register: Callable[[ServicerT, grpc.aio.Server], None], servicer: ServicerT) -> None:
         """Adds a servicer with its generated `add_…_to_server`."""
         register(servicer, self.server)
 
-    async def start(self) -> int:
-        """Binds and listens; returns the port. Raises StartError when the address cannot be had."""
-        for name in self._names:
-            await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
+    def bind(self) -> int:
+        """Takes the address and returns the port; calls wait until `start`. StartError: the address cannot be had."""
         try:
-            self._port = self.server.add_insecure_port(f"{self._host}:{self._port}")
+            return self.server.add_insecure_port(f"{self._host}:{self._port}")
         except RuntimeError:
             raise StartError(f"cannot listen on {self._host}:{self._port}: address in use or not ours") from None
+
+    async def start(self) -> None:
+        """Serves, after `bind` and the last `add`."""
+        for name in self._names:
+            await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
         await self.server.start()
-        return self._port
 
     async def ready(self) -> None:
         """Says that calls are served from now on."""

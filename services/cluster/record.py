@@ -1,0 +1,96 @@
+"""What a worker says about itself, as it stands in Redis."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Literal, get_args
+
+Role = Literal["prefill", "decode"]
+State = Literal["starting", "ready", "draining"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockCounts:
+    """KV blocks of a worker; free + held + leased + swapped == total."""
+
+    total: int = 0
+    free: int = 0
+    held: int = 0
+    leased: int = 0
+    swapped: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerRecord:
+    """One live worker. Identity is (address, incarnation); the rest is news of its last heartbeat."""
+
+    name: str
+    address: str  # gRPC, HOST:PORT
+    incarnation: str  # 16 hex digits
+    role: Role
+    state: State
+    model: str  # served name
+    fingerprint: str  # model and precision: KV moves only between workers that agree in it
+    context_tokens: int
+    block_tokens: int
+    blocks: BlockCounts
+    queued_tokens: int = 0  # prompt tokens accepted and not computed yet
+    running: int = 0  # requests
+    waiting: int = 0  # requests
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens its KV blocks can hold."""
+        return self.blocks.total * self.block_tokens
+
+    @property
+    def idle(self) -> bool:
+        """Holds no request at all."""
+        return self.running == 0 and self.waiting == 0
+
+    def to_json(self) -> str:
+        """The record as stored."""
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+
+def from_json(text: str) -> WorkerRecord:
+    """Reads a stored record; fields that this version does not know are passed over. ValueError when it is none."""
+    fields = json.loads(text)
+    if not isinstance(fields, dict):
+        raise ValueError("not a worker record")
+    blocks = fields.get("blocks")
+    if not isinstance(blocks, dict):
+        raise ValueError("blocks: missing")
+    if fields.get("role") not in get_args(Role) or fields.get("state") not in get_args(State):
+        raise ValueError(f"unknown role or state: {fields.get('role')!r}, {fields.get('state')!r}")
+    return WorkerRecord(
+        name=_text(fields, "name"),
+        address=_text(fields, "address"),
+        incarnation=_text(fields, "incarnation"),
+        role=fields["role"],
+        state=fields["state"],
+        model=_text(fields, "model"),
+        fingerprint=_text(fields, "fingerprint"),
+        context_tokens=_count(fields, "context_tokens"),
+        block_tokens=_count(fields, "block_tokens"),
+        blocks=BlockCounts(**{name: _count(blocks, name) for name in BlockCounts.__dataclass_fields__}),
+        queued_tokens=_count(fields, "queued_tokens"),
+        running=_count(fields, "running"),
+        waiting=_count(fields, "waiting"),
+    )
+
+
+def _text(fields: Mapping[str, object], name: str) -> str:
+    value = fields.get(name)
+    if not isinstance(value, str):
+        raise ValueError(f"{name}: {value!r} is not text")
+    return value
+
+
+def _count(fields: Mapping[str, object], name: str) -> int:
+    value = fields.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{name}: {value!r} is not a count")
+    return value

@@ -1,0 +1,93 @@
+"""How a service process lives: it starts with one clear line or not at all, drains on a signal, and ends.
+
+    def main() -> None:                                  # in services/<name>/__main__.py
+        config = load(SchedulerConfig, "scheduler", "…")
+        run("scheduler", partial(serve, config))
+
+    async def serve(config: SchedulerConfig, stop: asyncio.Event) -> None:
+        ...                                              # start; StartError says why not
+        await stop.wait()                                # SIGTERM or SIGINT
+        ...                                              # drain, within a deadline of its own
+
+- SIGTERM or SIGINT sets `stop`. A process that has not ended DRAIN_LIMIT_S later, or SECOND_SIGNAL_LIMIT_S after a
+  second signal, exits hard with status 1.
+- DIPTYCH_PARENT_PID: the process gets SIGTERM when that parent dies. DIPTYCH_OTHER_CORES: it keeps to those cores.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Coroutine
+from typing import NoReturn
+
+from services.errors import StartError
+from services.process import follow_parent, keep_to_cores
+
+DRAIN_LIMIT_S = 30.0
+SECOND_SIGNAL_LIMIT_S = 2.0
+
+log = logging.getLogger(__name__)
+
+Main = Callable[[asyncio.Event], Coroutine[None, None, None]]
+
+
+def run(service: str, main: Main) -> NoReturn:
+    """Runs `main(stop)` until it returns, then exits: 0, or 1 after an error.
+
+    A StartError (also inside an exception group) is one line on stderr; any other exception is a traceback.
+    """
+    faulthandler.enable()
+    try:
+        follow_parent(os.environ)
+        keep_to_cores(os.environ)
+        asyncio.run(_with_signals(main))
+    except StartError as error:
+        _say(service, error)
+        sys.exit(1)
+    except BaseExceptionGroup as group:
+        found = _start_error(group)
+        if found is None:
+            raise
+        _say(service, found)
+        sys.exit(1)
+    sys.exit(0)
+
+
+async def _with_signals(main: Main) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def on_signal(number: signal.Signals) -> None:
+        log.info("%s: %s", number.name, "stopping" if not stop.is_set() else "stopping at once")
+        # A thread, because a stuck event loop is one of the reasons not to end.
+        _exit_hard_in(SECOND_SIGNAL_LIMIT_S if stop.is_set() else DRAIN_LIMIT_S)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    await main(stop)
+
+
+def _exit_hard_in(seconds: float) -> None:
+    timer = threading.Timer(seconds, os._exit, (1,))
+    timer.daemon = True
+    timer.start()
+
+
+def _start_error(group: BaseExceptionGroup[BaseException]) -> StartError | None:
+    for error in group.exceptions:
+        if isinstance(error, StartError):
+            return error
+        if isinstance(error, BaseExceptionGroup) and (found := _start_error(error)) is not None:
+            return found
+    return None
+
+
+def _say(service: str, error: StartError) -> None:
+    print(f"{service}: {error}", file=sys.stderr, flush=True)

@@ -1,0 +1,29 @@
+"""Fixtures that more than one part needs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+# Tests start processes from a process that uses gRPC. Its fork handlers abort some of the children; nothing here uses
+# gRPC between fork and exec, so they are not needed. Must be set before gRPC is imported.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
+from services.cluster.embedded import EmbeddedRedis
+
+
+@pytest.fixture
+def redis_server() -> Iterator[EmbeddedRedis]:
+    """A private, empty, started Redis that the test may stop."""
+    server = EmbeddedRedis()
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def redis_url(redis_server: EmbeddedRedis) -> str:
+    """URL of a private, empty Redis; each test has its own."""
+    return f"unix://{redis_server.folder}/redis.sock"

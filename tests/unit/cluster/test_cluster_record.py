@@ -1,0 +1,92 @@
+"""The worker record as text, and URLs as people see them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from services.cluster.record import BlockCounts, WorkerRecord, from_json
+from services.cluster.store import Store, hide_password, strings
+from services.errors import StartError
+
+RECORD = WorkerRecord(
+    name="decode-0",
+    address="127.0.0.1:7000",
+    incarnation="0123456789abcdef",
+    role="decode",
+    state="ready",
+    model="größe/模型",
+    fingerprint="f",
+    context_tokens=2048,
+    block_tokens=16,
+    blocks=BlockCounts(total=10, free=4, held=3, leased=2, swapped=1),
+    queued_tokens=7,
+    running=2,
+    waiting=1,
+)
+
+
+def test_a_record_survives_being_text() -> None:
+    assert from_json(RECORD.to_json()) == RECORD
+
+
+def test_fields_of_a_later_version_are_passed_over() -> None:
+    fields = json.loads(RECORD.to_json())
+    fields["mood"] = "cheerful"
+    assert from_json(json.dumps(fields)) == RECORD
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("role", "conductor"),
+        ("state", None),
+        ("name", 3),
+        ("blocks", []),
+        ("blocks", {"total": 1}),
+        ("running", -1),
+        ("running", True),
+        ("context_tokens", "many"),
+    ],
+)
+def test_a_record_that_is_none_is_refused(field: str, value: object) -> None:
+    with pytest.raises(ValueError):
+        from_json(json.dumps(json.loads(RECORD.to_json()) | {field: value}))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", "{"])
+def test_text_that_is_no_record_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        from_json(text)
+
+
+@pytest.mark.parametrize(("running", "waiting", "idle"), [(0, 0, True), (1, 0, False), (0, 1, False)])
+def test_a_worker_with_any_request_is_not_idle(running: int, waiting: int, idle: bool) -> None:
+    fields = json.loads(RECORD.to_json()) | {"running": running, "waiting": waiting}
+    assert from_json(json.dumps(fields)).idle == idle
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://127.0.0.1:6379/0", "redis://127.0.0.1:6379/0"),
+        ("redis://:secret@h:1/0", "redis://:***@h:1/0"),
+        ("rediss://me:se@cret@h:1", "rediss://me:***@h:1"),
+        ("unix:///tmp/x.sock", "unix:///tmp/x.sock"),
+    ],
+)
+def test_a_password_is_never_shown(url: str, shown: str) -> None:
+    assert hide_password(url) == shown
+
+
+@pytest.mark.parametrize("url", ["", "localhost", "http://h:1", "redis://h:port"])
+def test_a_url_of_another_kind_refuses_to_start(url: str) -> None:
+    with pytest.raises(StartError, match="redis: "):
+        Store(url)
+
+
+def test_a_reply_that_is_no_list_is_a_defect() -> None:
+    assert strings([1, "a"]) == ["1", "a"]
+    with pytest.raises(TypeError):
+        strings("OK")
