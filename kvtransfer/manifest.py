@@ -1,0 +1,115 @@
+"""What a transfer moves: a fixed grid of pieces that both sides compute for themselves.
+
+A piece is (layer group) × {K, V} × (token range), on the wire in C order as
+(layers, 2, tokens, kv_heads, head_dim). The grid depends only on the shard, the two block sizes and the token range, so
+no list of pieces ever travels.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from kvtransfer.errors import LayoutMismatch
+from kvtransfer.layout import KvLayout
+
+PIECE_TOKENS: Final = 128
+"""Token ranges are aligned at multiples of the least common multiple of the block sizes that is at least this."""
+
+PIECE_BYTES: Final = 4 << 20
+"""A token range is cut into as many layer groups as keep a piece under this. Larger messages disturb a decode step
+more.
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """One message: tokens [token_begin, token_end) of layers [layer_begin, layer_end), both counted over the whole
+    model.
+    """
+
+    index: int
+    token_begin: int
+    token_end: int
+    layer_begin: int
+    layer_end: int
+    bytes: int
+
+    @property
+    def tokens(self) -> int:
+        """Length of the token range."""
+        return self.token_end - self.token_begin
+
+    @property
+    def layers(self) -> int:
+        """Size of the layer group."""
+        return self.layer_end - self.layer_begin
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """Everything that one transfer moves. Tokens [0, skip_tokens) are at the receiver already."""
+
+    tokens: int
+    skip_tokens: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def bytes(self) -> int:
+        """KV bytes of all pieces."""
+        return sum(piece.bytes for piece in self.pieces)
+
+    @property
+    def largest_piece_bytes(self) -> int:
+        """What a staging buffer must hold; 0 without pieces."""
+        return max((piece.bytes for piece in self.pieces), default=0)
+
+
+def plan_pieces(layout: KvLayout, peer_block_tokens: int, tokens: int, skip_tokens: int = 0) -> tuple[Piece, ...]:
+    """Cuts tokens [skip_tokens, tokens) into pieces, by token range first, then by layer group.
+
+    Both sides get the same answer, whichever of the two block sizes is the layout's own.
+    ValueError: skip_tokens is negative or beyond tokens.
+    """
+    if not 0 <= skip_tokens <= tokens:
+        raise ValueError(f"skip_tokens must be within [0, {tokens}], is {skip_tokens}")
+    common = math.lcm(layout.block_tokens, peer_block_tokens)
+    piece_tokens = common * max(1, math.ceil(PIECE_TOKENS / common))
+    groups = min(layout.local_layers, math.ceil(piece_tokens * layout.token_bytes / PIECE_BYTES))
+    group_layers = math.ceil(layout.local_layers / groups)
+    pieces: list[Piece] = []
+    begin = skip_tokens
+    while begin < tokens:
+        end = min(tokens, (begin // piece_tokens + 1) * piece_tokens)
+        for first in range(layout.layer_begin, layout.layer_end, group_layers):
+            last = min(first + group_layers, layout.layer_end)
+            pieces.append(
+                Piece(
+                    index=len(pieces),
+                    token_begin=begin,
+                    token_end=end,
+                    layer_begin=first,
+                    layer_end=last,
+                    bytes=(end - begin) * (last - first) * layout.layer_token_bytes,
+                )
+            )
+        begin = end
+    return tuple(pieces)
+
+
+def plan(layout: KvLayout, peer_block_tokens: int, tokens: int, skip_tokens: int = 0) -> Manifest:
+    """Plans the pieces and keeps them together. ValueError as in plan_pieces."""
+    pieces = plan_pieces(layout, peer_block_tokens, tokens, skip_tokens)
+    return Manifest(tokens=tokens, skip_tokens=skip_tokens, pieces=pieces)
+
+
+def require_same_manifest(own: Manifest, *, tokens: int, pieces: int, total_bytes: int) -> None:
+    """Raises LayoutMismatch unless the peer's counts are those of our own plan."""
+    for name, ours, theirs in (
+        ("tokens", own.tokens, tokens),
+        ("pieces", len(own.pieces), pieces),
+        ("bytes", own.bytes, total_bytes),
+    ):
+        if ours != theirs:
+            raise LayoutMismatch(f"the manifests differ in {name}: {ours} here, {theirs} at the sender")

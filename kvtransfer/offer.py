@@ -1,0 +1,99 @@
+"""One hand-off at the sending side: what was promised, how far it is computed, how it ends.
+
+Life of an offer here: OFFERED (its KV is being computed) → SENDING (a receiver pulls it) → SENT (Finished was said) →
+RELEASED by the acknowledgement. A failure, an expiry, a release or the receiver's death leads to DRAINING, and to
+RELEASED when nothing reads the blocks any more. `on_released` is called once, at RELEASED.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from kvtransfer.errors import TransferError
+from kvtransfer.lease import Clock, Lease
+from kvtransfer.states import SEND_TRANSITIONS, Life, SendState
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """The request's first token, and an opaque reason when it ended with that token."""
+
+    first_token_id: int
+    finished: str | None
+
+
+class Offer:
+    """Made by Sender.offer. All calls belong to the event loop."""
+
+    def __init__(
+        self,
+        transfer_id: str,
+        tokens: int,
+        block_ids: tuple[int, ...],
+        lease: Lease,
+        clock: Clock,
+        on_released: Callable[[str], object],
+        settle: Callable[[Offer], None],
+    ) -> None:
+        self.transfer_id: Final = transfer_id
+        self.tokens: Final = tokens
+        self.block_ids: Final = block_ids
+        self.lease: Final = lease
+        self.outcome: Outcome | None = None
+        self.error: TransferError | None = None
+        self.computed_tokens = 0
+        self.computed_at_s = clock()
+        self._clock = clock
+        self._on_released = on_released
+        self._settle = settle
+        self._listener: Callable[[], None] | None = None
+        self._life = Life(f"offer {transfer_id}", SendState.OFFERED, SEND_TRANSITIONS)
+
+    @property
+    def state(self) -> SendState:
+        """Where it is in its life."""
+        return self._life.state
+
+    def advance(self, computed_tokens: int) -> None:
+        """Says that the KV of tokens [0, computed_tokens) is in the blocks, for good. Never goes back. Ignored when
+        over.
+        """
+        if not self.computed_tokens <= computed_tokens <= self.tokens:
+            raise ValueError(f"computed_tokens goes from {self.computed_tokens} to {computed_tokens} of {self.tokens}")
+        if computed_tokens > self.computed_tokens:
+            self.computed_tokens = computed_tokens
+            self.computed_at_s = self._clock()
+            self._tell()
+
+    def finish(self, first_token_id: int, finished: str | None = None) -> None:
+        """Gives the first token. `finished` set: the request ended with it, and no more KV needs to move. Ignored
+        when over.
+        """
+        if self.outcome is not None:
+            raise ValueError(f"offer {self.transfer_id} was finished before")
+        self.outcome = Outcome(first_token_id=first_token_id, finished=finished)
+        self._tell()
+
+    def fail(self, error: TransferError) -> None:
+        """Gives the hand-off up; a receiver gets this error. The first error stays. Ignored when over."""
+        if self.error is None and self.state is not SendState.RELEASED:
+            self.error = error
+            self._tell()
+            self._settle(self)
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Has `listener` called after each change, by the one who serves the pull."""
+        self._listener = listener
+
+    def move(self, state: SendState) -> None:
+        """Takes an edge of its life; on RELEASED the owner of the blocks is told."""
+        self._life.advance(state)
+        if state is SendState.RELEASED:
+            self._listener = None
+            self._on_released(self.transfer_id)
+
+    def _tell(self) -> None:
+        if self._listener:
+            self._listener()
