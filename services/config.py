@@ -39,6 +39,9 @@ class ServiceConfig:
     redis: str = setting("redis://127.0.0.1:6379/0", "Redis or Valkey URL (redis://, rediss:// or unix://).")
     otlp: str = setting("", "OTLP gRPC endpoint for traces, for example http://127.0.0.1:4317; empty means off.")
     log_level: str = setting("info", "Least severe log line shown.", choices=("debug", "info", "warning", "error"))
+    other_cores: str = setting(
+        "", "CPU cores of all threads but a worker's step thread; empty leaves it to the system."
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +57,6 @@ class WorkerConfig(ServiceConfig):
     chunk_tokens: int = setting(256, "Most prompt tokens computed in one step.", minimum=1)
     max_batch: int = setting(64, "Most requests in one step.", minimum=1)
     step_cores: str = setting("", "CPU cores of the step thread, for example 0 or 0,1; empty leaves it to the system.")
-    other_cores: str = setting("", "CPU cores of every other thread; empty leaves it to the system.")
 
 
 def load(config: type[ConfigT], service: str, about: str, argv: Sequence[str] | None = None) -> ConfigT:

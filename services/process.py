@@ -5,6 +5,7 @@ Imports nothing but the standard library: the supervisor uses it in the moment b
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -14,7 +15,6 @@ from collections.abc import Mapping
 from services.errors import StartError
 
 PARENT_KEY = "DIPTYCH_PARENT_PID"
-CORES_KEY = "DIPTYCH_OTHER_CORES"
 _PR_SET_PDEATHSIG = 1
 
 # Loaded here and not on first use: between fork and exec nothing may be imported.
@@ -58,12 +58,18 @@ def parse_cores(text: str, name: str) -> frozenset[int]:
     return cores
 
 
-def keep_to_cores(environ: Mapping[str, str]) -> None:
-    """Keeps this thread, and every thread it starts later, to the cores of DIPTYCH_OTHER_CORES; unset means all."""
-    cores = parse_cores(environ.get(CORES_KEY, ""), CORES_KEY)
+def keep_to_cores(cores: frozenset[int]) -> None:
+    """Keeps every thread of this process, and those they start, to these cores; none means all.
+
+    A service calls it when it has loaded what it needs: until then it may use every core. StartError: there are no such
+    cores here.
+    """
     if not cores or sys.platform != "linux":
         return
     try:
         os.sched_setaffinity(0, cores)
+        for thread in os.listdir("/proc/self/task"):  # noqa: PTH208 - numbers, not paths
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                os.sched_setaffinity(int(thread), cores)
     except OSError:
-        raise StartError(f"{CORES_KEY}: cores {environ[CORES_KEY]} are not available here") from None
+        raise StartError(f"cores {sorted(cores)} are not available here") from None

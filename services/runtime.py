@@ -11,7 +11,7 @@
 
 - SIGTERM or SIGINT sets `stop`. A process that has not ended DRAIN_LIMIT_S later, or SECOND_SIGNAL_LIMIT_S after a
   second signal, exits hard with status 1.
-- DIPTYCH_PARENT_PID: the process gets SIGTERM when that parent dies. DIPTYCH_OTHER_CORES: it keeps to those cores.
+- DIPTYCH_PARENT_PID: the process gets SIGTERM when that parent dies.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Coroutine
 from typing import NoReturn
 
 from services.errors import StartError
-from services.process import follow_parent, keep_to_cores
+from services.process import follow_parent
 
 DRAIN_LIMIT_S = 30.0
 SECOND_SIGNAL_LIMIT_S = 2.0
@@ -40,23 +41,35 @@ Main = Callable[[asyncio.Event], Coroutine[None, None, None]]
 def run(service: str, main: Main) -> NoReturn:
     """Runs `main(stop)` until it returns, then exits: 0, or 1 after an error.
 
-    A StartError (also inside an exception group) is one line on stderr; any other exception is a traceback.
+    A StartError (also inside an exception group) is one line on stderr; any other exception is a traceback. The exit
+    skips the interpreter's own teardown: `main` has closed what it owns, and taking torch and UCX apart takes seconds.
     """
+    try:
+        status = _run(service, main)
+    except Exception:  # noqa: BLE001 - the outermost edge of the process
+        traceback.print_exc()
+        status = 1
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _run(service: str, main: Main) -> int:
     faulthandler.enable()
     try:
         follow_parent(os.environ)
-        keep_to_cores(os.environ)
         asyncio.run(_with_signals(main))
     except StartError as error:
         _say(service, error)
-        sys.exit(1)
+        return 1
     except BaseExceptionGroup as group:
         found = _start_error(group)
         if found is None:
             raise
         _say(service, found)
-        sys.exit(1)
-    sys.exit(0)
+        return 1
+    return 0
 
 
 async def _with_signals(main: Main) -> None:

@@ -1,4 +1,4 @@
-"""`python -m services.rpc.probe HOST:PORT`: exits 0 when the gRPC service there says that it serves. For health checks."""
+"""`python -m services.rpc.probe HOST:PORT` exits 0 when the gRPC server there says that it serves: a health check."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 
 from services.config import load
@@ -16,12 +17,16 @@ def main() -> None:
     """Reads flags and variables, and serves until a signal."""
     config = load(SchedulerConfig, "scheduler", "Decides which workers serve a request, and when.")
     set_up_logging("scheduler", config.log_level)
+    run("scheduler", partial(_serve, config))
+
+
+async def _serve(config: SchedulerConfig, stop: asyncio.Event) -> None:
     provider = set_up("scheduler", f"scheduler-{config.port}", config.otlp)
     try:
-        run("scheduler", partial(serve, config))
+        await serve(config, stop)
     finally:
         if provider is not None:
-            provider.shutdown()
+            await asyncio.to_thread(provider.shutdown)
 
 
 if __name__ == "__main__":

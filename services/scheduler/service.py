@@ -12,6 +12,7 @@ from services.cluster.membership import MembershipView
 from services.cluster.queue import Queue
 from services.cluster.store import Store
 from services.errors import StartError
+from services.process import keep_to_cores, parse_cores
 from services.rpc.server import RpcServer
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.line import Line
@@ -67,4 +68,5 @@ async def _first_view(view: MembershipView, store: Store) -> None:
 async def serve(config: SchedulerConfig, stop: asyncio.Event) -> None:
     """Serves until `stop`."""
     async with serving(config):
+        keep_to_cores(parse_cores(config.other_cores, "other-cores"))
         await stop.wait()

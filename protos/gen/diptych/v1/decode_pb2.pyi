@@ -93,88 +93,82 @@ Global___HandOff: _TypeAlias = HandOff  # noqa: Y015
 
 @_typing.final
 class DecodeResponse(_message.Message):
-    """Tokens, in order, without gaps."""
+    """Tokens, in order, without gaps. The first message has `begin`, the last one `finish_reason`; they may be the same."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     OFFSET_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    FINISH_FIELD_NUMBER: _builtins.int
+    BEGIN_FIELD_NUMBER: _builtins.int
+    FINISH_REASON_FIELD_NUMBER: _builtins.int
     offset: _builtins.int
     """Number of generated tokens of this leg before the first one here (0 is the first token, which prefill also reports)."""
+    finish_reason: _request_pb2.FinishReason.ValueType
+    """Last message only: why the leg ended."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The tokens."""
 
     @_builtins.property
-    def finish(self) -> Global___DecodeFinish:
-        """Last message only."""
+    def begin(self) -> Global___DecodeBegin:
+        """First message only."""
 
     def __init__(
         self,
         *,
         offset: _builtins.int = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        finish: Global___DecodeFinish | None = ...,
+        begin: Global___DecodeBegin | None = ...,
+        finish_reason: _request_pb2.FinishReason.ValueType = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "offset", b"offset", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "finish_reason", b"finish_reason", "offset", b"offset", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DecodeResponse: _TypeAlias = DecodeResponse  # noqa: Y015
 
 @_typing.final
-class DecodeFinish(_message.Message):
-    """How the leg ended."""
+class DecodeBegin(_message.Message):
+    """How the leg came to its KV."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    REASON_FIELD_NUMBER: _builtins.int
+    QUEUE_FIELD_NUMBER: _builtins.int
     TRANSFER_FIELD_NUMBER: _builtins.int
-    PREFILL_QUEUE_FIELD_NUMBER: _builtins.int
     PREFILL_COMPUTE_FIELD_NUMBER: _builtins.int
     PREFILL_CHUNKS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
-    QUEUE_FIELD_NUMBER: _builtins.int
-    reason: _request_pb2.FinishReason.ValueType
-    """Why."""
     prefill_chunks: _builtins.int
     """Local prefill: chunks."""
     cached_tokens: _builtins.int
     """Prompt tokens that came from this worker's prefix cache."""
     @_builtins.property
-    def transfer(self) -> _request_pb2.TransferReport:
-        """The hand-off as the receiver saw it. Absent for a local prefill."""
+    def queue(self) -> _duration_pb2.Duration:
+        """Waiting for blocks, before the hand-off or the local prefill could start."""
 
     @_builtins.property
-    def prefill_queue(self) -> _duration_pb2.Duration:
-        """Local prefill: waiting for memory and a place in a step."""
+    def transfer(self) -> _request_pb2.TransferReport:
+        """The hand-off as the receiver saw it. Absent for a local prefill."""
 
     @_builtins.property
     def prefill_compute(self) -> _duration_pb2.Duration:
         """Local prefill: computing."""
 
-    @_builtins.property
-    def queue(self) -> _duration_pb2.Duration:
-        """Waiting for blocks before the hand-off could start."""
-
     def __init__(
         self,
         *,
-        reason: _request_pb2.FinishReason.ValueType = ...,
+        queue: _duration_pb2.Duration | None = ...,
         transfer: _request_pb2.TransferReport | None = ...,
-        prefill_queue: _duration_pb2.Duration | None = ...,
         prefill_compute: _duration_pb2.Duration | None = ...,
         prefill_chunks: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
-        queue: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["prefill_compute", b"prefill_compute", "prefill_queue", b"prefill_queue", "queue", b"queue", "transfer", b"transfer"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prefill_compute", b"prefill_compute", "queue", b"queue", "transfer", b"transfer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "prefill_chunks", b"prefill_chunks", "prefill_compute", b"prefill_compute", "prefill_queue", b"prefill_queue", "queue", b"queue", "reason", b"reason", "transfer", b"transfer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "prefill_chunks", b"prefill_chunks", "prefill_compute", b"prefill_compute", "queue", b"queue", "transfer", b"transfer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___DecodeFinish: _TypeAlias = DecodeFinish  # noqa: Y015
+Global___DecodeBegin: _TypeAlias = DecodeBegin  # noqa: Y015

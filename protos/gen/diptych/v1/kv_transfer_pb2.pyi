@@ -241,7 +241,9 @@ class PullSent(_message.Message):
     piece: _builtins.int
     """Index of the piece."""
     bytes: _builtins.int
-    """Its length in bytes. 0 says that the piece is void: the transfer is being given up and only drains."""
+    """Its length in bytes. 0 says that the transfer is being given up: posted receives only drain, and the stream ends
+    with the reason.
+    """
     crc32: _builtins.int
     """CRC-32 of its bytes; absent where the sender does not compute it."""
     def __init__(

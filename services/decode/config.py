@@ -1,0 +1,12 @@
+"""Configuration of a decode worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.config import WorkerConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeConfig(WorkerConfig):
+    """What every worker is told; nothing else."""

@@ -1,0 +1,373 @@
+"""The decode worker's state machine: plain synchronous code, no clock, no network, no torch.
+
+Life of a request here
+    WAITING     submitted; first come, first served. Waits for blocks: its tokens so far and some room to grow.
+    RECEIVING   (hand-off only) holds its blocks; `Reserved` was reported and the shell pulls the KV into them.
+    COMPUTING   (local prefill only) its pending tokens are computed in chunks under a token budget, in the same steps
+                as everybody's decoding.
+    RUNNING     one token per step, reported as `Tokens`.
+    ended       `Finished` or `Failed` was reported, its blocks are free, it is forgotten.
+    DRAINING    cancelled or failed while RECEIVING: late bytes may still arrive, so the blocks stay until `Drained`.
+
+    The hand-off is used once. `Received` carries the first token; if that ended the request, nothing is decoded.
+    Out of blocks: the youngest request gives its blocks up and goes back to WAITING with everything it has as tokens to
+    compute again (it never waits for KV that was consumed). The oldest of those that run gives way last, and one
+    request always fits into the pool, so every step with runnable work yields a token.
+    Cancel, in any stage, frees within a step. Deadlines and the loss of the peer reach this core as `Cancel` or
+    `TransferFailed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from kvtransfer.blocks import BlockPool, BlockState
+from services.engine.sequence import FinishReason, TokenSequence, blocks_needed, finish_reason
+from services.errors import DiptychError, NotAdmitted
+from services.worker.work import Load, Work
+
+if TYPE_CHECKING:  # its module imports torch
+    from services.engine.sampling import SamplingSpec
+
+GROWTH_TOKENS = 64
+"""Room reserved for new tokens at admission, so that a request just admitted does not run out of blocks at once."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Submit:
+    """A request to decode. `local`: its KV is computed here instead of being handed over."""
+
+    key: str
+    token_ids: tuple[int, ...]
+    sampling: SamplingSpec
+    max_new_tokens: int
+    stop_token_ids: frozenset[int]
+    local: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Nobody wants it any more. Unknown keys are fine."""
+
+    key: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Received:
+    """The KV of all its tokens is in the reserved blocks; nothing writes to them any more."""
+
+    key: str
+    first_token_id: int
+    finish: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class TransferFailed:
+    """The hand-off is lost; `Drained` follows when nothing writes to the blocks any more."""
+
+    key: str
+    error: DiptychError
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """Nothing writes to the blocks of a failed or cancelled hand-off any more."""
+
+    key: str
+
+
+Command = Submit | Cancel | Received | TransferFailed | Drained
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reserved:
+    """Blocks for the hand-off are there: pull into them."""
+
+    key: str
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tokens:
+    """New tokens, in order; `offset` counts this request's generated tokens before the first one here."""
+
+    key: str
+    offset: int
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Began:
+    """The KV is there and the first token known; once, before the first Tokens. Monotonic seconds of this process."""
+
+    key: str
+    submitted_s: float
+    admitted_s: float
+    ready_s: float  # received, or the local prefill computed
+    chunks: int  # of the local prefill
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finished:
+    """The request is over; everything it held is free. Monotonic seconds of this process."""
+
+    key: str
+    reason: FinishReason
+    ready_s: float
+    ended_s: float
+    recomputed: int  # times it gave its blocks up and was computed again
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failed:
+    """The request is over with an error."""
+
+    key: str
+    error: DiptychError
+
+
+Event = Reserved | Began | Tokens | Finished | Failed
+
+
+class Stage(Enum):
+    """Where a request is; see the module's text."""
+
+    WAITING = "waiting"
+    RECEIVING = "receiving"
+    COMPUTING = "computing"
+    RUNNING = "running"
+    DRAINING = "draining"
+
+
+@dataclass(kw_only=True, slots=True)
+class _Request:
+    submit: Submit
+    sequence: TokenSequence
+    submitted_s: float
+    local: bool  # how its KV comes about next: a hand-off is used once, afterwards it is always local
+    stage: Stage = Stage.WAITING
+    generated: int = 0
+    admitted_s: float = 0.0
+    ready_s: float = 0.0
+    chunks: int = 0
+    recomputed: int = 0
+
+
+@dataclass(kw_only=True)
+class DecodeCore:
+    """All requests of one decode worker, in order of arrival.
+
+    `max_batch` bounds the requests of a step, `chunk_tokens` the prompt tokens computed in it beside them.
+    """
+
+    pool: BlockPool
+    block_tokens: int
+    chunk_tokens: int
+    max_batch: int
+    _requests: dict[str, _Request] = field(default_factory=dict, init=False)
+    _events: list[Event] = field(default_factory=list, init=False)
+
+    def apply(self, command: Command, now_s: float) -> None:
+        """See StepCore."""
+        match command:
+            case Submit():
+                self._submit(command, now_s)
+            case Cancel(key):
+                self._cancel(key)
+            case Received():
+                self._received(command, now_s)
+            case TransferFailed(key, error):
+                self._transfer_failed(key, error)
+            case Drained(key):
+                self._drained(key)
+
+    def plan(self, now_s: float) -> Sequence[Work]:
+        """Admits what fits, then one token for every running request and chunks of prompts beside them."""
+        self._admit(now_s)
+        running = [request for request in self._requests.values() if request.stage is Stage.RUNNING][: self.max_batch]
+        self._make_room(running)
+        work = [self._work(request, 1) for request in running if request.stage is Stage.RUNNING]
+        budget = self.chunk_tokens
+        for request in self._requests.values():
+            if budget == 0 or len(work) == self.max_batch:
+                break
+            if request.stage is Stage.COMPUTING:
+                work.append(self._work(request, budget))
+                budget -= len(work[-1].slice.token_ids)
+        return work
+
+    def complete(self, work: Sequence[Work], tokens: Sequence[int | None], now_s: float) -> None:
+        """See StepCore."""
+        for item, token in zip(work, tokens, strict=True):
+            request = self._requests[item.key]
+            request.sequence.advance(len(item.slice.token_ids))
+            if request.stage is Stage.COMPUTING and request.generated == 0:
+                request.chunks += 1
+            if token is None:
+                continue
+            request.ready_s = request.ready_s or now_s
+            request.stage = Stage.RUNNING
+            self._add_token(request, token, now_s)
+
+    def fail(self, work: Sequence[Work], error: Exception) -> None:
+        """See StepCore."""
+        for item in work:
+            self._fail(item.key, DiptychError(f"decode failed: {error}"))
+
+    def take_events(self) -> list[Event]:
+        """See StepCore."""
+        events, self._events = self._events, []
+        return events
+
+    def load(self) -> Load:
+        """See StepCore."""
+        requests = self._requests.values()
+        computing = (r.sequence.pending for r in requests if r.local and r.stage in (Stage.WAITING, Stage.COMPUTING))
+        return Load(
+            blocks=self.pool.counts(),
+            queued_tokens=sum(computing),
+            running=sum(r.stage in (Stage.RUNNING, Stage.COMPUTING) for r in requests),
+            waiting=sum(r.stage in (Stage.WAITING, Stage.RECEIVING) for r in requests),
+        )
+
+    def check(self) -> None:
+        """See StepCore."""
+        self.pool.check()
+
+    def _submit(self, submit: Submit, now_s: float) -> None:
+        most = len(submit.token_ids) + submit.max_new_tokens
+        if blocks_needed(most, self.block_tokens) > (total := self.pool.counts().total):
+            limit = total * self.block_tokens
+            error = NotAdmitted(f"prompt and answer of up to {most} tokens exceed this worker's KV memory of {limit}")
+            self._events.append(Failed(key=submit.key, error=error))
+            return
+        sequence = TokenSequence(token_ids=list(submit.token_ids))
+        self._requests[submit.key] = _Request(submit=submit, sequence=sequence, submitted_s=now_s, local=submit.local)
+
+    def _cancel(self, key: str) -> None:
+        request = self._requests.get(key)
+        if request is None or request.stage is Stage.DRAINING:
+            return
+        if request.stage is Stage.RECEIVING:
+            self._drain(request)
+        else:
+            self._forget(key)
+
+    def _received(self, received: Received, now_s: float) -> None:
+        request = self._requests[received.key]
+        if request.stage is Stage.DRAINING:  # cancelled while the last piece was arriving
+            self._forget(received.key)
+            return
+        request.sequence.advance(request.sequence.pending)
+        request.stage, request.ready_s = Stage.RUNNING, now_s
+        request.local = True
+        self._add_token(request, received.first_token_id, now_s, finish=received.finish)
+
+    def _transfer_failed(self, key: str, error: DiptychError) -> None:
+        request = self._requests.get(key)
+        if request is None or request.stage is Stage.DRAINING:
+            return
+        if request.stage is Stage.WAITING:  # never reserved: nothing to drain
+            self._fail(key, error)
+            return
+        self._drain(request)
+        self._events.append(Failed(key=key, error=error))
+
+    def _drained(self, key: str) -> None:
+        request = self._requests.get(key)
+        if request is not None and request.stage is Stage.DRAINING:
+            self._forget(key)
+
+    def _admit(self, now_s: float) -> None:
+        for request in self._requests.values():
+            if request.stage is not Stage.WAITING:
+                continue
+            left = request.submit.max_new_tokens - request.generated
+            room = min(left, GROWTH_TOKENS)
+            needed = request.sequence.blocks_missing(self.block_tokens, room_tokens=room)
+            if not self.pool.can_allocate(needed):
+                return  # first come, first served: nobody passes
+            key = request.submit.key
+            request.sequence.add_blocks(self.pool.allocate(needed, key))
+            request.admitted_s = request.admitted_s or now_s
+            if request.local:
+                request.stage = Stage.COMPUTING
+            else:
+                request.stage = Stage.RECEIVING
+                prompt_blocks = blocks_needed(len(request.sequence.token_ids), self.block_tokens)
+                self._events.append(Reserved(key=key, blocks=tuple(request.sequence.blocks[:prompt_blocks])))
+
+    def _make_room(self, running: Sequence[_Request]) -> None:
+        """Gives every running request a block for its next token, oldest first; the youngest give theirs up for it."""
+        for request in running:
+            while request.stage is Stage.RUNNING and request.sequence.blocks_missing(self.block_tokens):
+                if self.pool.can_allocate(1):
+                    request.sequence.add_blocks(self.pool.extend(request.submit.key, 1))
+                else:
+                    self._give_up_blocks(self._youngest())
+
+    def _youngest(self) -> _Request:
+        return next(r for r in reversed(self._requests.values()) if r.stage in (Stage.RUNNING, Stage.COMPUTING))
+
+    def _give_up_blocks(self, request: _Request) -> None:
+        self.pool.free(request.submit.key)
+        request.sequence = TokenSequence(token_ids=request.sequence.token_ids)
+        request.stage = Stage.WAITING
+        request.recomputed += 1
+
+    def _work(self, request: _Request, limit_tokens: int) -> Work:
+        piece = request.sequence.next_slice(limit_tokens)
+        return Work(key=request.submit.key, slice=piece, sampling=request.submit.sampling)
+
+    def _add_token(self, request: _Request, token: int, now_s: float, *, finish: FinishReason | None = None) -> None:
+        submit = request.submit
+        request.sequence.append(token)
+        if request.generated == 0:
+            self._begin(request)
+        self._events.append(Tokens(key=submit.key, offset=request.generated, token_ids=(token,)))
+        request.generated += 1
+        reason = finish or finish_reason(token, request.generated, submit.max_new_tokens, submit.stop_token_ids)
+        if reason:
+            self._finish(request, reason, now_s)
+
+    def _begin(self, request: _Request) -> None:
+        began = Began(
+            key=request.submit.key,
+            submitted_s=request.submitted_s,
+            admitted_s=request.admitted_s,
+            ready_s=request.ready_s,
+            chunks=request.chunks,
+        )
+        self._events.append(began)
+
+    def _finish(self, request: _Request, reason: FinishReason, now_s: float) -> None:
+        finished = Finished(
+            key=request.submit.key,
+            reason=reason,
+            ready_s=request.ready_s,
+            ended_s=now_s,
+            recomputed=request.recomputed,
+        )
+        self._events.append(finished)
+        self._forget(request.submit.key)
+
+    def _fail(self, key: str, error: DiptychError) -> None:
+        self._events.append(Failed(key=key, error=error))
+        self._forget(key)
+
+    def _drain(self, request: _Request) -> None:
+        request.stage = Stage.DRAINING
+        self.pool.drain(request.submit.key)
+
+    def _forget(self, key: str) -> None:
+        del self._requests[key]
+        match self.pool.state(key):
+            case None:
+                pass  # it was waiting
+            case BlockState.DRAINING:
+                self.pool.drained(key)
+            case _:
+                self.pool.free(key)

@@ -1,0 +1,73 @@
+"""The receiving half of a hand-off over gRPC and the data plane: pulls one request's KV from its prefill worker."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+
+import grpc.aio
+from diptych.v1 import kv_transfer_pb2, kv_transfer_pb2_grpc, worker_pb2
+
+from kvtransfer import KvLayout, Open, Received, Receiver, TransferError
+from services.errors import HandOffLost
+from services.rpc.channels import Channels
+from services.telemetry import context as call_context
+from services.worker.kv_control import CallingControl
+
+log = logging.getLogger(__name__)
+
+_RELEASE_LIMIT_S = 2.0
+_DRAIN_S = 15.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HandOff:
+    """Where a request's KV comes from. `deadline_s`: monotonic time at which both sides give up."""
+
+    transfer_id: str
+    sender: worker_pb2.WorkerRef
+    deadline_s: float
+
+
+class Puller:
+    """Pulls hand-offs into this worker's arena."""
+
+    def __init__(self, receiver: Receiver, channels: Channels, layout: KvLayout, incarnation: str) -> None:
+        self._receiver, self._channels = receiver, channels
+        self._layout, self._incarnation = layout, incarnation
+
+    async def pull(self, hand_off: HandOff, blocks: tuple[int, ...], tokens: int, limit_s: float) -> Received:
+        """Pulls KV of `tokens` tokens into `blocks`. HandOffLost when it does not come.
+
+        However it ends, nothing writes to the blocks afterwards.
+        """
+        stub = kv_transfer_pb2_grpc.KvTransferServiceStub(self._channels.to(hand_off.sender.address))
+        # The stream outlives the transfer's own limit, so that given-up pieces drain over it.
+        call = stub.Pull(timeout=limit_s + _DRAIN_S, metadata=call_context.outgoing())  # type: ignore[call-arg]  # stubs differ
+        control = CallingControl(call, hand_off.sender)
+        opening = Open(
+            transfer_id=hand_off.transfer_id,
+            sender_incarnation=hand_off.sender.incarnation,
+            receiver_incarnation=self._incarnation,
+            layout=self._layout,
+            skip_tokens=0,
+        )
+        try:
+            return await self._receiver.pull(control, opening, block_ids=blocks, tokens=tokens, timeout_s=limit_s)
+        except TransferError as error:
+            raise _as_lost(error, hand_off) from error
+
+    async def release(self, hand_off: HandOff) -> None:
+        """Tells the sender that nobody will pull it. Its lease ends it anyway, so a failure is only logged."""
+        stub = kv_transfer_pb2_grpc.KvTransferServiceStub(self._channels.to(hand_off.sender.address))
+        request = kv_transfer_pb2.ReleaseRequest(transfer_id=hand_off.transfer_id, sender=hand_off.sender)
+        try:
+            await stub.Release(request, timeout=_RELEASE_LIMIT_S)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            log.info("release of %s at %s failed: %s", hand_off.transfer_id, hand_off.sender.name, error)
+
+
+def _as_lost(error: TransferError, hand_off: HandOff) -> HandOffLost:
+    """As the gateway must see it: this worker is well, the one it wanted the KV from is not."""
+    return HandOffLost(f"hand-off {hand_off.transfer_id} from {hand_off.sender.name}: {error}")

@@ -1,0 +1,116 @@
+"""The gRPC face of a decode worker: translates, checks who is meant, calls the shell, records the spans."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import TypeAlias
+
+import grpc.aio
+from diptych.v1 import decode_pb2, decode_pb2_grpc, request_pb2
+
+from kvtransfer import Received as Arrived
+from services.decode.core import Began, Finished, Submit, Tokens
+from services.decode.hand_off import HandOff
+from services.decode.service import DecodeService, Stream
+from services.engine.card import ModelCard
+from services.rpc.convert import to_duration, to_seconds
+from services.telemetry import spans, tracing
+from services.worker.convert import from_sampling, require_sequence, to_finish
+from services.worker.identity import Identity
+
+DecodeContext: TypeAlias = "grpc.aio.ServicerContext[decode_pb2.DecodeRequest, decode_pb2.DecodeResponse]"
+
+
+class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
+    """DecodeService."""
+
+    def __init__(self, service: DecodeService, identity: Identity, card: ModelCard) -> None:
+        self._service, self._identity, self._card = service, identity, card
+
+    async def Decode(  # noqa: N802 - the proto's name
+        self, request: decode_pb2.DecodeRequest, context: DecodeContext
+    ) -> AsyncIterator[decode_pb2.DecodeResponse]:
+        """See decode.proto."""
+        self._identity.require_work(request.worker)
+        submit = self._submission(request)
+        stream = self._service.open(submit, _hand_off(request))
+        try:
+            async for events in self._service.events(stream):
+                yield _response(events, stream)
+        finally:
+            self._service.close(submit.key)
+
+    def _submission(self, request: decode_pb2.DecodeRequest) -> Submit:
+        sequence = request.sequence
+        require_sequence(sequence, self._card.vocab, self._card.context_tokens)
+        return Submit(
+            key=self._service.new_key(sequence.request_id),
+            token_ids=tuple(sequence.token_ids),
+            sampling=from_sampling(sequence.sampling),
+            max_new_tokens=sequence.max_new_tokens,
+            stop_token_ids=frozenset(sequence.stop_token_ids),
+            local=not request.HasField("hand_off"),
+        )
+
+
+def _hand_off(request: decode_pb2.DecodeRequest) -> HandOff | None:
+    if not request.HasField("hand_off"):
+        return None
+    hand_off = request.hand_off
+    deadline_s = time.monotonic() + to_seconds(hand_off.limit)
+    return HandOff(transfer_id=hand_off.transfer_id, sender=hand_off.sender, deadline_s=deadline_s)
+
+
+def _response(events: Sequence[Began | Tokens | Finished], stream: Stream) -> decode_pb2.DecodeResponse:
+    """One message for everything that is ready."""
+    tokens = [event for event in events if isinstance(event, Tokens)]
+    response = decode_pb2.DecodeResponse(
+        offset=tokens[0].offset if tokens else 0,
+        token_ids=[token for event in tokens for token in event.token_ids],
+    )
+    for event in events:
+        if isinstance(event, Began):
+            response.begin.CopyFrom(_begin(event, stream.arrived))
+            _record_begin(event, stream.arrived)
+        elif isinstance(event, Finished):
+            response.finish_reason = to_finish(event.reason)
+            tracing.record(spans.DECODE_RUN, event.ready_s, event.ended_s, {"diptych.recomputed": event.recomputed})
+    return response
+
+
+def _begin(event: Began, arrived: Arrived | None) -> decode_pb2.DecodeBegin:
+    begin = decode_pb2.DecodeBegin(queue=to_duration(event.admitted_s - event.submitted_s))
+    if arrived:
+        begin.transfer.CopyFrom(to_report(arrived))
+    else:
+        begin.prefill_compute.CopyFrom(to_duration(event.ready_s - event.admitted_s))
+        begin.prefill_chunks = event.chunks
+    return begin
+
+
+def to_report(arrived: Arrived) -> request_pb2.TransferReport:
+    """The hand-off as the client's phases show it."""
+    return request_pb2.TransferReport(
+        bytes=arrived.bytes,
+        pieces=arrived.pieces,
+        transport=arrived.transport,
+        duration=to_duration(arrived.duration_s),
+        exposed=to_duration(arrived.exposed_s),
+        gigabytes_per_second=arrived.gigabytes_per_second,
+    )
+
+
+def _record_begin(event: Began, arrived: Arrived | None) -> None:
+    tracing.record(spans.DECODE_QUEUE, event.submitted_s, event.admitted_s)
+    if arrived:
+        attributes: tracing.Attributes = {
+            "diptych.bytes": arrived.bytes,
+            "diptych.pieces": arrived.pieces,
+            "diptych.transport": arrived.transport,
+            "diptych.gigabytes_per_second": arrived.gigabytes_per_second,
+            "diptych.exposed_s": arrived.exposed_s,
+        }
+        tracing.record(spans.KV_TRANSFER, event.ready_s - arrived.duration_s, event.ready_s, attributes)
+    else:
+        tracing.record(spans.PREFILL_COMPUTE, event.admitted_s, event.ready_s, {"diptych.chunks": event.chunks})

@@ -1,0 +1,257 @@
+"""The prefill worker's state machine: plain synchronous code, no clock, no network, no torch.
+
+Life of a request here
+    WAITING    submitted; first come, first served. Waits until the pool has blocks for its whole prompt. KV that nobody
+               has pulled yet occupies blocks, so a slow receiver holds admission back instead of being overrun.
+    COMPUTING  holds its blocks (`Admitted`); computed in chunks under a token budget shared with the others
+               (`Progress` after each chunk, so that finished parts can leave at once).
+    COMPUTED   its first token was sampled (`FirstToken`); the blocks are leased to the transfer.
+    then `Released` (acknowledged, expired, given up): blocks are free, the request is forgotten.
+
+    On cancel: WAITING forgets it at once. COMPUTING stops computing and reports `Failed`; the blocks stay until the
+    transfer says `Released`, because a piece may still be leaving from them. A failed computation goes the same way.
+    Deadlines and peer death reach this core as `Cancel` or `Released`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from kvtransfer.blocks import BlockPool, BlockState
+from services.engine.sequence import FinishReason, TokenSequence, blocks_needed, finish_reason
+from services.errors import Cancelled, DiptychError, HandOffLost, NotAdmitted
+from services.worker.work import Load, Work
+
+if TYPE_CHECKING:  # its module imports torch
+    from services.engine.sampling import SamplingSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Submit:
+    """A prompt to compute. `key` is its transfer id."""
+
+    key: str
+    token_ids: tuple[int, ...]
+    sampling: SamplingSpec
+    max_new_tokens: int
+    stop_token_ids: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Nobody wants it any more. Unknown keys are fine."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """The transfer is over and reads the blocks no longer. Unknown keys are fine."""
+
+    key: str
+
+
+Command = Submit | Cancel | Released
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Admitted:
+    """The prompt has its blocks; the transfer may be offered."""
+
+    key: str
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """The KV of tokens [0, computed_tokens) is in place."""
+
+    key: str
+    computed_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FirstToken:
+    """The prompt is computed. Times are monotonic seconds of this process."""
+
+    key: str
+    token_id: int
+    finish: FinishReason | None
+    submitted_s: float
+    admitted_s: float
+    computed_s: float
+    chunks: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failed:
+    """It will not be computed. When `holds_blocks`, `Released` must follow for them to be free."""
+
+    key: str
+    error: DiptychError
+    holds_blocks: bool
+
+
+Event = Admitted | Progress | FirstToken | Failed
+
+
+class Stage(Enum):
+    """Where a request is; see the module's text."""
+
+    WAITING = "waiting"
+    COMPUTING = "computing"
+    COMPUTED = "computed"
+    ENDED = "ended"  # failed or cancelled; waits for Released
+
+
+@dataclass(kw_only=True, slots=True)
+class _Prompt:
+    submit: Submit
+    submitted_s: float
+    sequence: TokenSequence
+    stage: Stage = Stage.WAITING
+    admitted_s: float = 0.0
+    chunks: int = 0
+
+
+@dataclass(kw_only=True)
+class PrefillCore:
+    """All prompts of one prefill worker. `chunk_tokens` bounds the tokens of a step, `max_batch` its requests."""
+
+    pool: BlockPool
+    block_tokens: int
+    chunk_tokens: int
+    max_batch: int
+    _prompts: dict[str, _Prompt] = field(default_factory=dict, init=False)  # in order of arrival
+    _events: list[Event] = field(default_factory=list, init=False)
+
+    def apply(self, command: Command, now_s: float) -> None:
+        """See StepCore."""
+        match command:
+            case Submit():
+                self._submit(command, now_s)
+            case Cancel(key):
+                self._cancel(key)
+            case Released(key):
+                self._release(key)
+
+    def plan(self, now_s: float) -> Sequence[Work]:
+        """Admits what fits, then fills one step with chunks, oldest prompt first."""
+        self._admit(now_s)
+        work: list[Work] = []
+        budget = self.chunk_tokens
+        for prompt in self._prompts.values():
+            if budget == 0 or len(work) == self.max_batch:
+                break
+            if prompt.stage is Stage.COMPUTING:
+                piece = prompt.sequence.next_slice(budget)
+                budget -= len(piece.token_ids)
+                work.append(Work(key=prompt.submit.key, slice=piece, sampling=prompt.submit.sampling))
+        return work
+
+    def complete(self, work: Sequence[Work], tokens: Sequence[int | None], now_s: float) -> None:
+        """See StepCore."""
+        for item, token in zip(work, tokens, strict=True):
+            prompt = self._prompts[item.key]
+            prompt.sequence.advance(len(item.slice.token_ids))
+            prompt.chunks += 1
+            self._events.append(Progress(key=item.key, computed_tokens=prompt.sequence.computed))
+            if token is not None:
+                self._finish(prompt, token, now_s)
+
+    def fail(self, work: Sequence[Work], error: Exception) -> None:
+        """See StepCore."""
+        for item in work:
+            self._end(self._prompts[item.key], DiptychError(f"prefill failed: {error}"))
+
+    def take_events(self) -> list[Event]:
+        """See StepCore."""
+        events, self._events = self._events, []
+        return events
+
+    def load(self) -> Load:
+        """See StepCore."""
+        stages = [prompt.stage for prompt in self._prompts.values()]
+        pending = (p.sequence.pending for p in self._prompts.values() if p.stage in (Stage.WAITING, Stage.COMPUTING))
+        return Load(
+            blocks=self.pool.counts(),
+            queued_tokens=sum(pending),
+            running=stages.count(Stage.COMPUTING),
+            waiting=stages.count(Stage.WAITING),
+        )
+
+    def check(self) -> None:
+        """See StepCore."""
+        self.pool.check()
+
+    def _submit(self, submit: Submit, now_s: float) -> None:
+        needed = blocks_needed(len(submit.token_ids), self.block_tokens)
+        total = self.pool.counts().total
+        if needed > total:
+            limit = total * self.block_tokens
+            error = NotAdmitted(
+                f"a prompt of {len(submit.token_ids)} tokens exceeds this worker's KV memory of {limit}"
+            )
+            self._events.append(Failed(key=submit.key, error=error, holds_blocks=False))
+            return
+        sequence = TokenSequence(token_ids=list(submit.token_ids))
+        self._prompts[submit.key] = _Prompt(submit=submit, submitted_s=now_s, sequence=sequence)
+
+    def _cancel(self, key: str) -> None:
+        prompt = self._prompts.get(key)
+        if prompt is None:
+            return
+        if prompt.stage is Stage.WAITING:
+            del self._prompts[key]
+            self._events.append(Failed(key=key, error=Cancelled("cancelled while waiting"), holds_blocks=False))
+        elif prompt.stage is Stage.COMPUTING:
+            self._end(prompt, Cancelled("cancelled while computing"))
+        # COMPUTED: the hand-off is the transfer's business now; it ends by acknowledgement, release or its limit.
+
+    def _release(self, key: str) -> None:
+        prompt = self._prompts.pop(key, None)
+        if prompt is None:
+            return
+        if self.pool.state(key) is BlockState.DRAINING:
+            self.pool.drained(key)
+        else:
+            self.pool.free(key)
+        if prompt.stage is Stage.COMPUTING:  # expired or given up by the receiver while we compute
+            error = HandOffLost("the hand-off ended before the prompt was computed")
+            self._events.append(Failed(key=key, error=error, holds_blocks=False))
+
+    def _admit(self, now_s: float) -> None:
+        for prompt in self._prompts.values():
+            if prompt.stage is not Stage.WAITING:
+                continue
+            needed = prompt.sequence.blocks_missing(self.block_tokens)
+            if not self.pool.can_allocate(needed):
+                return  # first come, first served: nobody passes
+            prompt.sequence.add_blocks(self.pool.allocate(needed, prompt.submit.key))
+            prompt.stage, prompt.admitted_s = Stage.COMPUTING, now_s
+            self._events.append(Admitted(key=prompt.submit.key, blocks=tuple(prompt.sequence.blocks)))
+
+    def _finish(self, prompt: _Prompt, token: int, now_s: float) -> None:
+        submit = prompt.submit
+        prompt.stage = Stage.COMPUTED
+        self.pool.lease(submit.key)
+        finish = finish_reason(token, 1, submit.max_new_tokens, submit.stop_token_ids)
+        self._events.append(
+            FirstToken(
+                key=submit.key,
+                token_id=token,
+                finish=finish,
+                submitted_s=prompt.submitted_s,
+                admitted_s=prompt.admitted_s,
+                computed_s=now_s,
+                chunks=prompt.chunks,
+            )
+        )
+
+    def _end(self, prompt: _Prompt, error: DiptychError) -> None:
+        prompt.stage = Stage.ENDED
+        self.pool.drain(prompt.submit.key)
+        self._events.append(Failed(key=prompt.submit.key, error=error, holds_blocks=True))

@@ -1,0 +1,1 @@
+"""What prefill and decode workers have in common: identity, the step thread, the process, KV control messages."""

@@ -1,0 +1,214 @@
+"""A worker process from start to drain, the same for prefill and decode; `Part` is what differs.
+
+Start: take the port, reach Redis, load the model, open the data plane, start the step thread, serve, register.
+Stop: refuse new work and say so (draining), wait until nothing is outstanding, deregister, close from the outside in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar, cast
+
+from kvtransfer.blocks import BlockPool
+from kvtransfer.device import Arena
+from kvtransfer.errors import TransferError
+from kvtransfer.layout import DType, KvLayout
+from kvtransfer.transport.base import Transport
+from kvtransfer.transport.ucx import UcxTransport
+from services.cluster.membership import Registration
+from services.cluster.record import BlockCounts, Role, State, WorkerRecord
+from services.cluster.store import Store
+from services.config import WorkerConfig
+from services.engine.card import ModelCard, read_card
+from services.engine.catalog import resolve
+from services.engine.errors import EngineError
+from services.engine.model import load
+from services.engine.runner import GenericRunner
+from services.errors import StartError
+from services.process import keep_to_cores, parse_cores
+from services.rpc.channels import Channels
+from services.rpc.server import RpcServer
+from services.telemetry import tracing
+from services.telemetry.context import set_up_logging
+from services.worker.executor import Executor
+from services.worker.identity import Identity
+from services.worker.step_thread import StepThread
+from services.worker.work import StepCore
+
+log = logging.getLogger(__name__)
+
+CommandT = TypeVar("CommandT")
+EventT = TypeVar("EventT")
+
+DRAIN_LIMIT_S = 20.0
+_CRASH_POLL_S = 0.1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """What a worker is made of, whatever its role."""
+
+    config: WorkerConfig
+    identity: Identity
+    card: ModelCard
+    layout: KvLayout
+    arena: Arena
+    pool: BlockPool
+    transport: Transport
+    channels: Channels
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part(Generic[CommandT, EventT]):
+    """What a role adds: its core, its shell's ends, its gRPC services."""
+
+    core: StepCore[CommandT, EventT]
+    deliver: Callable[[list[EventT]], None]
+    attach: Callable[[StepThread[CommandT, EventT]], None]
+    register: Callable[[RpcServer], None]
+    outstanding: Callable[[], int]
+    aclose: Callable[[], Awaitable[None]]
+
+
+async def serve(
+    config: WorkerConfig,
+    role: Role,
+    *,
+    service_names: Sequence[str],
+    nice: int,
+    assemble: Callable[[Parts], Part[CommandT, EventT]],
+    stop: asyncio.Event,
+) -> None:
+    """Runs one worker until `stop`. StartError says in one line why it cannot start."""
+    rpc = RpcServer(config.host, config.port, service_names)
+    port = rpc.bind()
+    identity = Identity(config.name or f"{role}-{port}", f"{config.host}:{port}")
+    set_up_logging(identity.name, config.log_level)
+    provider = tracing.set_up(role, identity.name, config.otlp)
+    async with contextlib.AsyncExitStack() as stack:
+        if provider:
+            stack.callback(provider.shutdown)
+        store = Store(config.redis)
+        stack.push_async_callback(store.aclose)
+        await store.connect()
+        parts, executor = await _equip(config, identity, stack)
+        keep_to_cores(parse_cores(config.other_cores, "other-cores"))
+        part = assemble(parts)
+        crash: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        thread = StepThread(
+            part.core,
+            executor,
+            deliver=part.deliver,
+            on_crash=crash.set_exception,
+            cores=sorted(parse_cores(config.step_cores, "step-cores")),
+            nice=nice,
+        )
+        part.attach(thread)
+        part.register(rpc)
+        thread.start()
+        stack.push_async_callback(thread.stop, 2.0)
+        stack.push_async_callback(part.aclose)
+        await rpc.start()
+        stack.push_async_callback(rpc.stop, 0.0)
+
+        def record() -> WorkerRecord:
+            return _record(parts, role, thread)
+
+        registration = Registration(store, record)
+        await registration.start()
+        stack.push_async_callback(registration.aclose)
+        await rpc.ready()
+        log.info("%s serves %s (%s) on %s", identity.name, parts.card.name, config.dtype, identity.address)
+        await _until(stop, crash)
+        await _drain(identity, registration, part.outstanding)
+
+
+async def _equip(config: WorkerConfig, identity: Identity, stack: contextlib.AsyncExitStack) -> tuple[Parts, Executor]:
+    """Everything that takes long or may be refused: the model, its memory, the data plane."""
+    dtype = cast("DType", config.dtype)
+    try:
+        files = await asyncio.to_thread(resolve, config.model, progress=log.info)
+        card = read_card(files.path, files.name)
+        log.info("loading %s from %s", card.name, card.path)
+        model = await asyncio.to_thread(load, card, dtype=dtype, device=config.device)
+    except EngineError as error:
+        raise StartError(str(error)) from None
+    layout = KvLayout(
+        model=card.fingerprint,
+        dtype=dtype,
+        layers=card.layers,
+        kv_heads=card.kv_heads,
+        head_dim=card.head_dim,
+        block_tokens=config.block_tokens,
+    )
+    blocks = (config.kv_mib << 20) // layout.block_bytes
+    if blocks < 1:
+        raise StartError(f"kv-mib: {config.kv_mib} MiB hold no block of {layout.block_bytes} bytes")
+    transport = UcxTransport(identity.incarnation, host=config.host, cuda=config.device != "cpu")
+    try:
+        arena = Arena(layout, blocks, config.device)
+        await transport.start()
+    except TransferError as error:
+        raise StartError(str(error)) from None
+    stack.push_async_callback(transport.aclose)
+    channels = Channels()
+    stack.push_async_callback(channels.aclose)
+    parts = Parts(
+        config=config,
+        identity=identity,
+        card=card,
+        layout=layout,
+        arena=arena,
+        pool=BlockPool(blocks),
+        transport=transport,
+        channels=channels,
+    )
+    return parts, Executor(GenericRunner(model, arena.array))
+
+
+def _record(parts: Parts, role: Role, thread: StepThread[CommandT, EventT]) -> WorkerRecord:
+    load_now = thread.load
+    blocks = load_now.blocks
+    state: State = "draining" if parts.identity.draining else "ready"
+    return WorkerRecord(
+        name=parts.identity.name,
+        address=parts.identity.address,
+        incarnation=parts.identity.incarnation,
+        role=role,
+        state=state,
+        model=parts.card.name,
+        fingerprint=parts.layout.fingerprint(),
+        context_tokens=parts.card.context_tokens,
+        block_tokens=parts.layout.block_tokens,
+        blocks=BlockCounts(
+            total=blocks.total, free=blocks.free, held=blocks.held, leased=blocks.leased, swapped=blocks.swapped
+        ),
+        queued_tokens=load_now.queued_tokens,
+        running=load_now.running,
+        waiting=load_now.waiting,
+    )
+
+
+async def _until(stop: asyncio.Event, crash: asyncio.Future[None]) -> None:
+    """Waits for the end. A step thread that died takes the process with it: its successor starts clean."""
+    stopping = asyncio.create_task(stop.wait())
+    ending: list[asyncio.Future[Literal[True]] | asyncio.Future[None]] = [stopping, crash]
+    await asyncio.wait(ending, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if crash.done():
+        crash.result()
+
+
+async def _drain(identity: Identity, registration: Registration, outstanding: Callable[[], int]) -> None:
+    identity.draining = True
+    await registration.announce()
+    try:
+        async with asyncio.timeout(DRAIN_LIMIT_S):
+            while outstanding():  # noqa: ASYNC110 - several sources, and once in a life
+                await asyncio.sleep(0.05)
+    except TimeoutError:
+        log.warning("%d requests were still running after %.0f s of draining", outstanding(), DRAIN_LIMIT_S)

@@ -1,0 +1,370 @@
+"""The decode core: reservation, steps, local prefill beside decoding, giving way, and freeing in every stage."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvtransfer.blocks import BlockPool
+from services.decode.core import (
+    Began,
+    Cancel,
+    DecodeCore,
+    Drained,
+    Event,
+    Failed,
+    Finished,
+    Received,
+    Reserved,
+    Submit,
+    Tokens,
+    TransferFailed,
+)
+from services.engine.sampling import SamplingSpec
+from services.errors import HandOffLost, NotAdmitted
+
+BLOCK = 4
+
+
+def core(blocks: int = 64, chunk_tokens: int = 6, max_batch: int = 8) -> DecodeCore:
+    return DecodeCore(pool=BlockPool(blocks), block_tokens=BLOCK, chunk_tokens=chunk_tokens, max_batch=max_batch)
+
+
+def request(
+    key: str, tokens: int = 5, *, max_new_tokens: int = 4, stop: frozenset[int] = frozenset(), local: bool = True
+) -> Submit:
+    ids = tuple(range(1, tokens + 1))
+    return Submit(
+        key=key,
+        token_ids=ids,
+        sampling=SamplingSpec(),
+        max_new_tokens=max_new_tokens,
+        stop_token_ids=stop,
+        local=local,
+    )
+
+
+def next_token(token_ids: tuple[int, ...]) -> int:
+    """A model: the next token depends on the whole sequence, so a wrong or lost token shows."""
+    return (sum(i * t for i, t in enumerate(token_ids, 1)) % 97) + 100
+
+
+class Model:
+    """Executes work like the engine: remembers what was written where, and samples from what it reads back."""
+
+    def __init__(self) -> None:
+        self.slots: dict[tuple[int, int], int] = {}
+
+    def step(self, c: DecodeCore, now_s: float = 0.0) -> list[tuple[str, int, int]]:
+        work = c.plan(now_s)
+        tokens: list[int | None] = []
+        for item in work:
+            s = item.slice
+            for position, token in enumerate(s.token_ids, s.start):
+                self.slots[s.blocks[position // BLOCK], position % BLOCK] = token
+            history = tuple(self.slots[s.blocks[p // BLOCK], p % BLOCK] for p in range(s.end))
+            tokens.append(next_token(history) if s.wants_logits else None)
+        c.complete(work, tokens, now_s)
+        c.check()
+        return [(item.key, item.slice.start, len(item.slice.token_ids)) for item in work]
+
+    def receive(self, blocks: tuple[int, ...], token_ids: tuple[int, ...]) -> int:
+        """Puts a prompt's KV into blocks, as a hand-off does; returns the first token."""
+        for position, token in enumerate(token_ids):
+            self.slots[blocks[position // BLOCK], position % BLOCK] = token
+        return next_token(token_ids)
+
+
+def expected(submit: Submit) -> list[int]:
+    """The undisturbed answer."""
+    ids = submit.token_ids
+    answer: list[int] = []
+    while len(answer) < submit.max_new_tokens:
+        answer.append(next_token(ids + tuple(answer)))
+        if answer[-1] in submit.stop_token_ids:
+            break
+    return answer
+
+
+def answers(events: list[Event]) -> dict[str, list[int]]:
+    """Token streams by key; checks that offsets have no gap and no repeat."""
+    streams: dict[str, list[int]] = {}
+    for event in events:
+        if isinstance(event, Tokens):
+            stream = streams.setdefault(event.key, [])
+            assert event.offset == len(stream)
+            stream.extend(event.token_ids)
+    return streams
+
+
+def run(c: DecodeCore, model: Model, steps: int = 200) -> list[Event]:
+    events: list[Event] = []
+    for _ in range(steps):
+        worked = model.step(c)
+        events += c.take_events()
+        if not worked:
+            break
+    return events
+
+
+@pytest.mark.parametrize("tokens", [1, BLOCK - 1, BLOCK, BLOCK + 1, 17])
+def test_a_local_request_is_computed_in_chunks_then_decoded_to_its_length(tokens: int) -> None:
+    c, model = core(), Model()
+    submit = request("a", tokens, max_new_tokens=6)
+    c.apply(submit, 0.0)
+    events = run(c, model)
+    assert answers(events) == {"a": expected(submit)}
+    (finished,) = [e for e in events if isinstance(e, Finished)]
+    assert finished.reason == "length"
+    (began,) = [e for e in events if isinstance(e, Began)]
+    assert began.chunks == -(-tokens // 6)
+    assert c.load().blocks.free == 64
+
+
+def test_a_handed_over_request_goes_on_from_the_first_token() -> None:
+    c, model = core(), Model()
+    submit = request("a", 9, local=False)
+    c.apply(submit, 0.0)
+    assert model.step(c) == []
+    (reserved,) = c.take_events()
+    assert isinstance(reserved, Reserved) and len(reserved.blocks) == 3
+    first = model.receive(reserved.blocks, submit.token_ids)
+    c.apply(Received(key="a", first_token_id=first, finish=None), 1.0)
+    events = run(c, model)
+    assert answers(events) == {"a": expected(submit)}
+    assert c.load().blocks.free == 64
+
+
+@pytest.mark.parametrize("finish", ["stop", "length"])
+def test_a_request_that_ended_with_its_first_token_is_never_stepped(finish: str) -> None:
+    c, model = core(), Model()
+    c.apply(request("a", 9, local=False), 0.0)
+    model.step(c)
+    c.take_events()
+    c.apply(Received(key="a", first_token_id=3, finish=finish), 1.0)  # type: ignore[arg-type]
+    assert model.step(c) == []
+    began, tokens, finished = c.take_events()
+    assert isinstance(began, Began)
+    assert isinstance(tokens, Tokens) and tokens.token_ids == (3,)
+    assert isinstance(finished, Finished) and finished.reason == finish
+    assert c.load().blocks.free == 64
+
+
+def test_max_tokens_1_ends_with_one_token() -> None:
+    c, model = core(), Model()
+    c.apply(request("a", 3, max_new_tokens=1), 0.0)
+    events = run(c, model)
+    assert [type(e) for e in events] == [Began, Tokens, Finished]
+
+
+def test_a_stop_token_ends_the_answer_and_is_reported() -> None:
+    submit = request("a", 3, max_new_tokens=9)
+    third = expected(submit)[2]
+    c, model = core(), Model()
+    stopping = request("a", 3, max_new_tokens=9, stop=frozenset({third}))
+    c.apply(stopping, 0.0)
+    events = run(c, model)
+    assert answers(events)["a"] == expected(submit)[:3]
+    assert isinstance(events[-1], Finished) and events[-1].reason == "stop"
+
+
+def test_prompt_chunks_run_beside_decoding_under_the_token_budget() -> None:
+    c, model = core(chunk_tokens=4), Model()
+    c.apply(request("a", 2, max_new_tokens=9), 0.0)
+    model.step(c)
+    c.apply(request("b", 9), 0.0)
+    assert model.step(c) == [("a", 2, 1), ("b", 0, 4)]
+    assert model.step(c) == [("a", 3, 1), ("b", 4, 4)]
+    assert model.step(c) == [("a", 4, 1), ("b", 8, 1)]
+    assert model.step(c) == [("a", 5, 1), ("b", 9, 1)]
+
+
+def test_out_of_blocks_the_youngest_gives_way_and_every_answer_stays_the_same() -> None:
+    c, model = core(blocks=9, chunk_tokens=64), Model()
+    submits = [request(key, 4, max_new_tokens=30) for key in ("a", "b", "c")]
+    for submit in submits:
+        c.apply(submit, 0.0)
+    events = run(c, model, steps=500)
+    assert answers(events) == {s.key: expected(s) for s in submits}
+    assert next(e.key for e in events if isinstance(e, Finished)) == "a"
+    assert c.load().blocks.free == 9
+
+
+def test_a_handed_over_request_that_gives_way_is_computed_again_here() -> None:
+    c, model = core(blocks=40, chunk_tokens=64), Model()
+    old, young = request("old", 4, max_new_tokens=90), request("young", 8, max_new_tokens=88, local=False)
+    c.apply(old, 0.0)
+    c.apply(young, 0.0)
+    model.step(c)
+    reserved = next(e for e in c.take_events() if isinstance(e, Reserved))
+    first = model.receive(reserved.blocks, young.token_ids)
+    c.apply(Received(key="young", first_token_id=first, finish=None), 0.0)
+    events: list[Event] = [Tokens(key="old", offset=0, token_ids=(expected(old)[0],)), *run(c, model, steps=500)]
+    assert answers(events) == {"old": expected(old), "young": expected(young)}
+    assert next(e.recomputed for e in events if isinstance(e, Finished) and e.key == "young") > 0
+    assert [e.key for e in events if isinstance(e, Began)] == ["young"], "a request begins once"
+
+
+def test_a_request_larger_than_the_pool_is_refused_and_the_others_live_on() -> None:
+    c, model = core(blocks=2), Model()
+    c.apply(request("big", 5, max_new_tokens=4), 0.0)
+    c.apply(request("a", 4, max_new_tokens=4), 0.0)
+    events = run(c, model)
+    (refused,) = [e for e in events if isinstance(e, Failed)]
+    assert refused.key == "big" and isinstance(refused.error, NotAdmitted) and "9 tokens" in str(refused.error)
+    assert list(answers(events)) == ["a"]
+
+
+def test_cancel_while_receiving_keeps_the_blocks_until_drained() -> None:
+    c, model = core(), Model()
+    c.apply(request("a", 9, local=False), 0.0)
+    model.step(c)
+    c.apply(Cancel("a"), 0.0)
+    assert c.load().blocks.free < 64
+    c.apply(Drained("a"), 0.0)
+    assert c.load().blocks.free == 64
+    c.check()
+
+
+def test_a_hand_off_that_arrives_after_the_cancel_frees_everything() -> None:
+    c, model = core(), Model()
+    c.apply(request("a", 9, local=False), 0.0)
+    model.step(c)
+    c.take_events()
+    c.apply(Cancel("a"), 0.0)
+    c.apply(Received(key="a", first_token_id=3, finish=None), 0.0)
+    c.apply(Drained("a"), 0.0)
+    assert c.load().blocks.free == 64
+    assert c.take_events() == []
+
+
+def test_a_lost_hand_off_fails_the_request_and_frees_after_the_drain() -> None:
+    c, model = core(), Model()
+    c.apply(request("a", 9, local=False), 0.0)
+    model.step(c)
+    c.take_events()
+    c.apply(TransferFailed("a", HandOffLost("gone")), 0.0)
+    (failed,) = c.take_events()
+    assert isinstance(failed, Failed) and isinstance(failed.error, HandOffLost)
+    assert c.load().blocks.free < 64
+    c.apply(Drained("a"), 0.0)
+    assert c.load().blocks.free == 64
+
+
+def test_a_hand_off_given_up_while_waiting_for_blocks_fails_at_once() -> None:
+    c, model = core(blocks=4), Model()
+    c.apply(request("a", 4, max_new_tokens=9), 0.0)
+    c.apply(request("b", 9, local=False), 0.0)
+    model.step(c)
+    c.take_events()
+    c.apply(TransferFailed("b", HandOffLost("no room in time")), 0.0)
+    assert [type(e) for e in c.take_events()] == [Failed]
+    c.apply(Drained("b"), 0.0)
+    assert c.load().waiting == 0
+
+
+def test_cancel_frees_within_a_step_in_every_other_stage() -> None:
+    c, model = core(blocks=4, chunk_tokens=2), Model()
+    c.apply(request("running", 2, max_new_tokens=9), 0.0)
+    model.step(c)
+    c.apply(request("computing", 4, max_new_tokens=1), 0.0)
+    model.step(c)
+    c.apply(request("waiting", 9), 0.0)
+    model.step(c)
+    for key in ("waiting", "computing", "running", "unknown"):
+        c.apply(Cancel(key), 0.0)
+    assert c.load().blocks.free == 4
+    assert model.step(c) == []
+
+
+def test_a_failed_step_ends_its_requests() -> None:
+    c = core()
+    c.apply(request("a", 2), 0.0)
+    c.fail(c.plan(0.0), RuntimeError("broken"))
+    (failed,) = c.take_events()
+    assert isinstance(failed, Failed) and "broken" in str(failed.error)
+    assert c.load().blocks.free == 64
+
+
+class DecodeMachine(RuleBasedStateMachine):
+    """Random commands in a tight pool: blocks add up, no stream has a gap, every answer is the undisturbed one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.core, self.model = core(blocks=14, chunk_tokens=5, max_batch=3), Model()
+        self.submits: dict[str, Submit] = {}
+        self.reserved: dict[str, tuple[int, ...]] = {}
+        self.cancelled: set[str] = set()
+        self.events: list[Event] = []
+
+    def collect(self) -> None:
+        for event in self.core.take_events():
+            self.events.append(event)
+            if isinstance(event, Reserved):
+                self.reserved[event.key] = event.blocks
+
+    @rule(tokens=st.integers(1, 20), new=st.integers(1, 20), local=st.booleans())
+    def submit(self, tokens: int, new: int, local: bool) -> None:
+        submit = request(f"r{len(self.submits)}", tokens, max_new_tokens=new, local=local)
+        self.submits[submit.key] = submit
+        self.core.apply(submit, 0.0)
+
+    @rule()
+    def step(self) -> None:
+        self.model.step(self.core)
+        self.collect()
+
+    @precondition(lambda self: self.reserved)
+    @rule(data=st.data(), arrives=st.booleans())
+    def transfer_ends(self, data: st.DataObject, arrives: bool) -> None:
+        key = data.draw(st.sampled_from(sorted(self.reserved)))
+        blocks = self.reserved.pop(key)
+        if arrives:
+            first = self.model.receive(blocks, self.submits[key].token_ids)
+            finish = "length" if self.submits[key].max_new_tokens == 1 else None
+            self.core.apply(Received(key=key, first_token_id=first, finish=finish), 0.0)
+        else:
+            self.core.apply(TransferFailed(key, HandOffLost("lost")), 0.0)
+        self.core.apply(Drained(key), 0.0)
+        self.collect()
+
+    @precondition(lambda self: self.submits)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.submits)))
+        self.cancelled.add(key)
+        self.core.apply(Cancel(key), 0.0)
+        self.collect()
+
+    @invariant()
+    def accounting_and_streams_are_exact(self) -> None:
+        self.core.check()
+        for key, stream in answers(self.events).items():
+            assert stream == expected(self.submits[key])[: len(stream)]
+
+    def teardown(self) -> None:
+        while self.reserved:
+            key, _ = self.reserved.popitem()
+            self.core.apply(Cancel(key), 0.0)
+            self.core.apply(Drained(key), 0.0)
+            self.cancelled.add(key)
+        for _ in range(2000):
+            worked = self.model.step(self.core)
+            self.collect()
+            while self.reserved:
+                key, _ = self.reserved.popitem()
+                self.core.apply(TransferFailed(key, HandOffLost("lost")), 0.0)
+                self.core.apply(Drained(key), 0.0)
+                worked = worked or [("", 0, 0)]
+            if not worked:
+                break
+        self.collect()
+        ended = {e.key for e in self.events if isinstance(e, Finished | Failed)}
+        assert set(self.submits) - self.cancelled <= ended
+        assert self.core.load().blocks.free == 14
+
+
+DecodeMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestDecodeMachine = DecodeMachine.TestCase

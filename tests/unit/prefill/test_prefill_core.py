@@ -1,0 +1,169 @@
+"""The prefill core: admission in order, chunks under a budget, blocks kept until the transfer lets go of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtransfer.blocks import BlockPool
+from services.engine.sampling import SamplingSpec
+from services.errors import Cancelled, HandOffLost, NotAdmitted
+from services.prefill.core import Admitted, Cancel, Event, Failed, FirstToken, PrefillCore, Progress, Released, Submit
+
+BLOCK = 4
+
+
+def core(blocks: int = 8, chunk_tokens: int = 6, max_batch: int = 4) -> PrefillCore:
+    return PrefillCore(pool=BlockPool(blocks), block_tokens=BLOCK, chunk_tokens=chunk_tokens, max_batch=max_batch)
+
+
+def prompt(key: str, tokens: int, *, max_new_tokens: int = 5, stop: frozenset[int] = frozenset()) -> Submit:
+    ids = tuple(range(1, tokens + 1))
+    return Submit(key=key, token_ids=ids, sampling=SamplingSpec(), max_new_tokens=max_new_tokens, stop_token_ids=stop)
+
+
+def step(c: PrefillCore, token: int = 7, now_s: float = 1.0) -> tuple[list[tuple[str, int, int]], list[Event]]:
+    """One step; returns (key, start, tokens) per slice, and the events."""
+    work = c.plan(now_s)
+    c.complete(work, [token if item.slice.wants_logits else None for item in work], now_s)
+    c.check()
+    return [(item.key, item.slice.start, len(item.slice.token_ids)) for item in work], c.take_events()
+
+
+def test_a_prompt_is_computed_in_chunks_and_reports_each_as_progress() -> None:
+    c = core(chunk_tokens=6)
+    c.apply(prompt("a", 14), 0.0)
+    seen = [step(c, now_s=float(n)) for n in range(1, 4)]
+    assert [slices for slices, _ in seen] == [[("a", 0, 6)], [("a", 6, 6)], [("a", 12, 2)]]
+    assert seen[0][1] == [Admitted(key="a", blocks=(0, 1, 2, 3)), Progress(key="a", computed_tokens=6)]
+    assert seen[2][1] == [
+        Progress(key="a", computed_tokens=14),
+        FirstToken(key="a", token_id=7, finish=None, submitted_s=0.0, admitted_s=1.0, computed_s=3.0, chunks=3),
+    ]
+    assert not c.plan(4.0)
+
+
+@pytest.mark.parametrize("tokens", [1, BLOCK - 1, BLOCK, BLOCK + 1])
+def test_a_prompt_takes_the_blocks_its_tokens_need_and_leases_them_when_computed(tokens: int) -> None:
+    c = core()
+    c.apply(prompt("a", tokens), 0.0)
+    step(c)
+    needed = -(-tokens // BLOCK)
+    assert (c.load().blocks.leased, c.load().blocks.held, c.load().blocks.free) == (needed, 0, 8 - needed)
+    c.apply(Released("a"), 2.0)
+    assert c.load().blocks.free == 8
+
+
+def test_prompts_share_a_step_in_order_of_arrival() -> None:
+    c = core(chunk_tokens=10)
+    c.apply(prompt("a", 4), 0.0)
+    c.apply(prompt("b", 9), 0.0)
+    slices, _ = step(c)
+    assert slices == [("a", 0, 4), ("b", 0, 6)]
+
+
+def test_max_batch_bounds_the_requests_of_a_step() -> None:
+    c = core(chunk_tokens=100, max_batch=2)
+    for key in "abc":
+        c.apply(prompt(key, 1), 0.0)
+    assert [key for key, _, _ in step(c)[0]] == ["a", "b"]
+    assert [key for key, _, _ in step(c)[0]] == ["c"]
+
+
+def test_unpulled_kv_holds_admission_back_and_nobody_passes() -> None:
+    c = core(blocks=4, chunk_tokens=100)
+    c.apply(prompt("a", 12), 0.0)  # 3 blocks
+    c.apply(prompt("b", 8), 0.0)  # 2 blocks: does not fit beside a
+    c.apply(prompt("c", 4), 0.0)  # 1 block: would fit, but b was first
+    assert [key for key, _, _ in step(c)[0]] == ["a"]
+    assert step(c)[0] == []
+    c.apply(Released("a"), 1.0)
+    assert [key for key, _, _ in step(c)[0]] == ["b", "c"]
+
+
+def test_a_prompt_larger_than_the_pool_is_refused_and_the_others_live_on() -> None:
+    c = core(blocks=2)
+    c.apply(prompt("big", 9), 0.0)
+    c.apply(prompt("a", 8), 0.0)
+    slices, events = step(c, now_s=0.0)
+    (refused,) = [e for e in events if isinstance(e, Failed)]
+    assert isinstance(refused.error, NotAdmitted) and "9 tokens" in str(refused.error) and "8" in str(refused.error)
+    assert not refused.holds_blocks
+    assert slices == [("a", 0, 6)]
+
+
+def test_the_first_token_is_judged_like_any_other() -> None:
+    for submit, finish in [
+        (prompt("stop", 2, stop=frozenset({7})), "stop"),
+        (prompt("length", 2, max_new_tokens=1), "length"),
+        (prompt("both", 2, max_new_tokens=1, stop=frozenset({7})), "stop"),
+        (prompt("goes-on", 2), None),
+    ]:
+        c = core()
+        c.apply(submit, 0.0)
+        (first,) = [e for e in step(c, token=7)[1] if isinstance(e, FirstToken)]
+        assert first.finish == finish, submit.key
+
+
+def test_cancel_while_waiting_forgets_it_at_once() -> None:
+    c = core(blocks=2)
+    c.apply(prompt("a", 8), 0.0)
+    c.apply(prompt("b", 8), 0.0)
+    step(c)
+    c.apply(Cancel("b"), 0.0)
+    (failed,) = c.take_events()
+    assert isinstance(failed, Failed) and isinstance(failed.error, Cancelled) and not failed.holds_blocks
+    assert c.load().waiting == 0
+
+
+def test_cancel_while_computing_keeps_the_blocks_until_the_transfer_lets_go() -> None:
+    c = core(chunk_tokens=4)
+    c.apply(prompt("a", 8), 0.0)
+    step(c)
+    c.apply(Cancel("a"), 0.0)
+    (failed,) = c.take_events()
+    assert isinstance(failed, Failed) and failed.holds_blocks
+    assert not c.plan(1.0)
+    assert c.load().blocks.free == 6
+    c.apply(Released("a"), 0.0)
+    assert c.load().blocks.free == 8
+    assert c.take_events() == []
+
+
+def test_a_cancel_after_the_first_token_leaves_the_hand_off_alone() -> None:
+    c = core()
+    c.apply(prompt("a", 4), 0.0)
+    step(c)
+    c.apply(Cancel("a"), 0.0)
+    assert c.take_events() == []
+    assert c.load().blocks.leased == 1
+
+
+def test_a_hand_off_that_ends_while_computing_fails_the_prompt() -> None:
+    c = core(chunk_tokens=4)
+    c.apply(prompt("a", 8), 0.0)
+    step(c)
+    c.apply(Released("a"), 0.0)
+    (failed,) = c.take_events()
+    assert isinstance(failed, Failed) and isinstance(failed.error, HandOffLost) and not failed.holds_blocks
+    assert c.load().blocks.free == 8
+
+
+def test_a_failed_step_ends_its_prompts_and_no_other() -> None:
+    c = core(chunk_tokens=4)
+    c.apply(prompt("a", 4), 0.0)
+    c.apply(prompt("b", 4), 0.0)
+    work = c.plan(0.0)
+    c.take_events()
+    c.fail(work, RuntimeError("broken"))
+    (failed,) = c.take_events()
+    assert isinstance(failed, Failed) and failed.key == "a" and "broken" in str(failed.error) and failed.holds_blocks
+    assert [key for key, _, _ in step(c)[0]] == ["b"]
+
+
+def test_load_counts_the_tokens_still_to_compute() -> None:
+    c = core(blocks=3, chunk_tokens=6)
+    c.apply(prompt("a", 10), 0.0)
+    c.apply(prompt("b", 4), 0.0)
+    step(c)
+    load = c.load()
+    assert (load.queued_tokens, load.running, load.waiting) == (4 + 4, 1, 1)
