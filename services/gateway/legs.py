@@ -1,0 +1,100 @@
+"""One placement: both legs at once, until the answer is finished or a leg is lost.
+
+- Tokens of both legs go to the answer, which knows duplicates from gaps.
+- The first leg that fails cancels the other, and the caller hears of it at once. A prefill leg that fails after the
+  hand-off (decode has brought tokens) no longer matters.
+- An answer that is finished (by the first token, a stop string, decode's last message) cancels what still runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+
+from services.errors import DiptychError
+from services.gateway.answer import Answer, FinishReason, Piece
+from services.gateway.peers import WorkerClient
+from services.gateway.placement import LegFailed, LegReports, LegWork, Placement
+
+log = logging.getLogger(__name__)
+
+_REPORT_GRACE_S = 1.0  # how long a finished answer waits for the numbers of a leg that has not reported yet
+
+
+class Legs:
+    """The legs of one placement. `emit` gets each new piece but the last, which `run` returns."""
+
+    def __init__(
+        self, workers: WorkerClient, placement: Placement, answer: Answer, emit: Callable[[Piece], None]
+    ) -> None:
+        self.reports = LegReports()
+        self.handed_over = placement.prefill is None  # decode has brought tokens: it holds the KV
+        self._workers, self._placement = workers, placement
+        self._answer, self._emit = answer, emit
+        self._last: Piece | None = None
+        self._over = asyncio.Event()
+
+    async def run(self, work: LegWork, deadline_s: float) -> Piece:
+        """Runs both legs to the end of the answer and returns its last piece. Raises LegFailed or DiptychError."""
+        self._answer.begin_leg()
+        try:
+            async with asyncio.TaskGroup() as group:
+                legs = [group.create_task(self._decode(work, deadline_s))]
+                if self._placement.prefill is not None:
+                    legs.append(group.create_task(self._prefill(work, deadline_s)))
+                await self._over.wait()
+                await self._late_report(legs)
+                for leg in legs:
+                    leg.cancel()
+        except BaseExceptionGroup as group_of_errors:
+            raise _first(group_of_errors) from None
+        if self._last is None:
+            raise DiptychError("the legs ended without an answer")
+        return self._last
+
+    async def _prefill(self, work: LegWork, deadline_s: float) -> None:
+        try:
+            report = await self._workers.prefill(work, self._placement, deadline_s)
+        except LegFailed as failed:
+            if not (self.handed_over or self._over.is_set()):
+                raise
+            log.info("a prefill leg failed after its hand-off, which no longer matters: %s", failed)
+            return
+        self.reports.prefill = report
+        self._take(0, [report.token_id], report.reason)
+
+    async def _decode(self, work: LegWork, deadline_s: float) -> None:
+        try:
+            async with aclosing(self._workers.decode(work, self._placement, deadline_s)) as messages:
+                async for message in messages:
+                    self.handed_over = True
+                    self.reports.decode = message.begin or self.reports.decode
+                    self._take(message.offset, message.token_ids, message.reason)
+        except LegFailed as failed:
+            if not self._over.is_set():
+                raise
+            log.info("a decode leg failed after the end of its answer: %s", failed)
+        if not self._over.is_set():
+            raise DiptychError(f"{self._placement.decode.name} ended its stream without a finish")
+
+    def _take(self, offset: int, token_ids: Sequence[int], reason: FinishReason | None) -> None:
+        piece = self._answer.accept(offset, token_ids, reason)
+        if piece is None:
+            return
+        if piece.reason is None:
+            self._emit(piece)
+        else:
+            self._last = piece
+            self._over.set()
+
+    async def _late_report(self, legs: Sequence[asyncio.Task[None]]) -> None:
+        """Decode may end before prefill's answer is here, which has numbers that the client is promised."""
+        if self.reports.decode is not None and self.reports.prefill is None:
+            await asyncio.wait(legs, timeout=_REPORT_GRACE_S)
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The failure that the group is about; a lost leg before anything that followed from it."""
+    return next((error for error in group.exceptions if isinstance(error, LegFailed)), group.exceptions[0])

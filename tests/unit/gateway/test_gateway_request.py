@@ -1,0 +1,195 @@
+"""The one validation of both doors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from services.errors import DiptychError, InvalidArgument, NotFound
+from services.gateway.openai_fields import ChatBody, CompletionBody, parse
+from services.gateway.request import (
+    ChatPrompt,
+    GenerationRequest,
+    Message,
+    Prompt,
+    Sampling,
+    Slo,
+    TextPrompt,
+    TokenPrompt,
+    fit,
+    validate,
+)
+
+TEXT = TextPrompt(field="text", text="hi")
+GOOD = GenerationRequest(prompt=TEXT)
+
+
+def check(request: GenerationRequest) -> None:
+    validate(request, model="tiny", vocab=100)
+
+
+def turns(*roles: str) -> ChatPrompt:
+    return ChatPrompt(field="chat", messages=[Message(role=role, content="x") for role in roles])
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        GOOD,
+        replace(GOOD, model="tiny"),
+        replace(GOOD, prompt=TokenPrompt(field="t", token_ids=[0, 99])),
+        replace(GOOD, prompt=turns("system", "user", "assistant", "user")),
+        replace(GOOD, sampling=Sampling(temperature=2.0, top_p=1.0, top_k=0, min_p=0.999, seed=2**64 - 1)),
+        replace(GOOD, sampling=Sampling(temperature=0.0, top_p=1e-6, seed=0)),
+        replace(GOOD, stop=["x" * 256] * 16),
+        replace(GOOD, deadline_s=0.001),
+    ],
+)
+def test_what_is_at_a_limit_is_taken(request_: GenerationRequest) -> None:
+    check(request_)
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (replace(GOOD, prompt=TextPrompt(field="text", text="")), "text"),
+        (replace(GOOD, prompt=TokenPrompt(field="ids", token_ids=[])), "ids"),
+        (replace(GOOD, prompt=TokenPrompt(field="ids", token_ids=[1, 100])), "ids"),
+        (replace(GOOD, prompt=TokenPrompt(field="ids", token_ids=[-1])), "ids"),
+        (replace(GOOD, prompt=turns()), "chat"),
+        (replace(GOOD, prompt=turns("user", "robot")), "chat[1].role"),
+        (replace(GOOD, sampling=Sampling(temperature=float("nan"))), "temperature"),
+        (replace(GOOD, sampling=Sampling(temperature=float("inf"))), "temperature"),
+        (replace(GOOD, sampling=Sampling(temperature=-0.1)), "temperature"),
+        (replace(GOOD, sampling=Sampling(temperature=2.1)), "temperature"),
+        (replace(GOOD, sampling=Sampling(top_p=0.0)), "top_p"),
+        (replace(GOOD, sampling=Sampling(top_p=1.1)), "top_p"),
+        (replace(GOOD, sampling=Sampling(top_p=float("nan"))), "top_p"),
+        (replace(GOOD, sampling=Sampling(top_k=-1)), "top_k"),
+        (replace(GOOD, sampling=Sampling(min_p=1.0)), "min_p"),
+        (replace(GOOD, sampling=Sampling(min_p=float("nan"))), "min_p"),
+        (replace(GOOD, sampling=Sampling(seed=2**64)), "seed"),
+        (replace(GOOD, sampling=Sampling(seed=-1)), "seed"),
+        (replace(GOOD, max_tokens=-1), "max_tokens"),
+        (replace(GOOD, stop=["a", ""]), "stop"),
+        (replace(GOOD, stop=["a"] * 17), "stop"),
+        (replace(GOOD, stop=["x" * 257]), "stop"),
+        (replace(GOOD, deadline_s=0.0), "deadline"),
+        (replace(GOOD, deadline_s=-1.0), "deadline"),
+        (replace(GOOD, slo=Slo(time_per_token_s=0.0)), "slo.time_per_token"),
+        (replace(GOOD, tenant="x" * 257), "tenant"),
+    ],
+)
+def test_what_is_beyond_a_limit_is_refused_by_name(request_: GenerationRequest, field: str) -> None:
+    with pytest.raises(InvalidArgument) as raised:
+        check(request_)
+    assert raised.value.field == field and str(raised.value).startswith(f"{field}: ")
+
+
+def test_another_model_is_not_found() -> None:
+    with pytest.raises(NotFound, match="'gpt-x'"):
+        check(replace(GOOD, model="gpt-x"))
+
+
+@pytest.mark.parametrize(("prompt", "asked", "given"), [(1, 9, 9), (1, 0, 9), (9, 1, 1), (9, 0, 1), (5, 5, 5)])
+def test_what_fits_the_context_is_given(prompt: int, asked: int, given: int) -> None:
+    assert fit(TEXT, prompt, asked, context_tokens=10) == given
+
+
+@pytest.mark.parametrize(
+    ("prompt", "asked", "field", "said"),
+    [
+        (0, 1, "text", "at least one token"),
+        (10, 0, "text", "10 tokens leave no room for an answer in the context of 10 tokens"),
+        (11, 1, "text", "11 tokens leave no room"),
+        (5, 6, "max_tokens", r"prompt \(5 tokens\) \+ max_tokens \(6\) = 11 is over the context of 10 tokens"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_both_numbers_and_the_limit(
+    prompt: int, asked: int, field: str, said: str
+) -> None:
+    with pytest.raises(InvalidArgument, match=said) as raised:
+        fit(TEXT, prompt, asked, context_tokens=10)
+    assert raised.value.field == field
+
+
+def test_an_openai_chat_becomes_a_request() -> None:
+    raw = b"""{"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 7,
+        "temperature": 0, "top_p": 0.5, "top_k": 3, "min_p": 0.1, "seed": -1, "stop": "x", "user": "me", "n": 1,
+        "logprobs": false, "tools": [], "stream": true, "stream_options": {"include_usage": true}}"""
+    body = parse(ChatBody, raw)
+    assert body.wants_usage and body.stream
+    assert body.to_request() == GenerationRequest(
+        prompt=ChatPrompt(field="messages", messages=[Message(role="user", content="hi")]),
+        model="tiny",
+        sampling=Sampling(temperature=0.0, top_p=0.5, top_k=3, min_p=0.1, seed=2**64 - 1),
+        max_tokens=7,
+        stop=("x",),
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"), [('{"model":"m","prompt":"x"}', 16), ('{"model":"m","prompt":"x","max_tokens":3}', 3)]
+)
+def test_completions_are_sixteen_tokens_unless_told(body: str, expected: int) -> None:
+    request = parse(CompletionBody, body.encode()).to_request()
+    assert request.max_tokens == expected and request.sampling.temperature == 1.0
+
+
+def test_a_chat_may_fill_the_context_unless_told() -> None:
+    body = b'{"model": "m", "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}'
+    request = parse(ChatBody, body).to_request()
+    assert request.max_tokens == 0
+    assert request.prompt == ChatPrompt(field="messages", messages=[Message(role="user", content="x")])
+
+
+@pytest.mark.parametrize(
+    ("more", "field"),
+    [
+        ('"n": 2', "n"),
+        ('"n": true', "n"),
+        ('"logprobs": 0', "logprobs"),
+        ('"echo": true', "echo"),
+        ('"logit_bias": {"1": 2}', "logit_bias"),
+        ('"frequency_penalty": 0.1', "frequency_penalty"),
+        ('"temperature": "hot"', "temperature"),
+        ('"temperature": true', "temperature"),
+        ('"max_tokens": 0', "max_tokens"),
+        ('"stream": 1', "stream"),
+        ('"stream_options": {"include_usage": true}', "stream_options"),
+        ('"stream_options": {"other": 1}, "stream": true', "stream_options.other"),
+        ('"stop": [1]', "stop"),
+        ('"what": null', "what"),
+    ],
+)
+def test_openai_fields_are_refused_by_name(more: str, field: str) -> None:
+    with pytest.raises(InvalidArgument) as raised:
+        parse(CompletionBody, f'{{"model": "m", "prompt": "x", {more}}}'.encode()).to_request()
+    assert raised.value.field == field
+
+
+def test_contradicting_limits_are_refused() -> None:
+    body = b'{"model":"m","messages":[{"role":"user","content":"x"}],"max_tokens":1,"max_completion_tokens":2}'
+    with pytest.raises(InvalidArgument, match="contradicts"):
+        parse(ChatBody, body).to_request()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ('"x"', TextPrompt(field="prompt", text="x")),
+        ('["x"]', TextPrompt(field="prompt", text="x")),
+        ("[1, 2]", TokenPrompt(field="prompt", token_ids=[1, 2])),
+        ("[[1, 2]]", TokenPrompt(field="prompt", token_ids=[1, 2])),
+    ],
+)
+def test_a_prompt_is_text_or_ids(prompt: str, expected: Prompt) -> None:
+    assert parse(CompletionBody, f'{{"model":"m","prompt":{prompt}}}'.encode()).to_request().prompt == expected
+
+
+@pytest.mark.parametrize("prompt", ['""', '[""]', "[]", "[[]]", '["a","b"]', "[1,true]", "[1.5]", "{}", "null", "3"])
+def test_a_prompt_that_is_neither_is_refused(prompt: str) -> None:
+    with pytest.raises(DiptychError) as raised:
+        check(replace(parse(CompletionBody, f'{{"model":"m","prompt":{prompt}}}'.encode()).to_request(), model=""))
+    assert isinstance(raised.value, InvalidArgument) and raised.value.field == "prompt"
