@@ -1,0 +1,1 @@
+"""Load tests: what is sent and when, clients, measurements, reports; one module a subcommand."""

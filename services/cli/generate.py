@@ -1,0 +1,137 @@
+"""`diptych generate`: asks a running mesh and streams its answer."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import click
+import grpc
+from diptych.v1 import gateway_pb2, gateway_pb2_grpc, request_pb2
+
+from services.cli.calls import channel_to
+from services.cli.phases import FINISH_WORDS, PhaseValues, phase_table, phase_values
+from services.cli.tables import table_console
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """A whole answer."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    usage: request_pb2.Usage
+    phases: PhaseValues
+
+    def as_json(self) -> str:
+        """One line: text, token_ids, finish_reason, usage, phases."""
+        usage = {
+            "prompt_tokens": self.usage.prompt_tokens,
+            "completion_tokens": self.usage.completion_tokens,
+            "cached_tokens": self.usage.cached_tokens,
+        }
+        whole = {
+            "text": self.text,
+            "token_ids": list(self.token_ids),
+            "finish_reason": self.finish_reason,
+            "usage": usage,
+            "phases": self.phases,
+        }
+        return json.dumps(whole, ensure_ascii=False)
+
+
+@click.command()
+@click.argument("prompt")
+@click.option("--grpc", "address", default="127.0.0.1:50051", show_default=True, help="The gateway, HOST:PORT.")
+@click.option("--model", default="", help="Served model; empty is the only one there is.")
+@click.option("--max-tokens", default=0, type=click.IntRange(0, 2**32 - 1), help="0: as many as the context allows.")
+@click.option("--temperature", default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--top-p", type=float, help="Keep the smallest set of tokens this probable together.")
+@click.option("--top-k", default=0, type=click.IntRange(0, 2**32 - 1), help="Keep this many tokens; 0 is off.")
+@click.option("--min-p", default=0.0, help="Drop tokens less probable than this times the best; 0 is off.")
+@click.option("--seed", type=click.IntRange(0, 2**64 - 1), help="The same seed gives the same answer.")
+@click.option("--stop", multiple=True, help="Text that ends the answer; may be given several times.")
+@click.option("--ignore-eos", is_flag=True, help="Go on to --max-tokens.")
+@click.option("--chat/--raw", default=True, help="PROMPT is a user's message (default), or plain text to continue.")
+@click.option("--limit-s", default=600.0, show_default=True, help="Give up after so many seconds.")
+@click.option("--json", "as_json", is_flag=True, help="One line of JSON with text, usage and phases, nothing else.")
+def generate(prompt: str, address: str, chat: bool, limit_s: float, as_json: bool, **values: object) -> None:
+    """Asks a running mesh for an answer to PROMPT ("-" reads it from stdin).
+
+    The text streams to stdout; a table of where the time went follows on stderr.
+    """
+    request = build_request(sys.stdin.read() if prompt == "-" else prompt, chat=chat, **values)  # type: ignore[arg-type]  # click made the types
+    with channel_to(address) as channel:
+        answer = ask(channel, request, limit_s=limit_s, on_text=(lambda text: None) if as_json else _echo)
+    if as_json:
+        click.echo(answer.as_json())
+        return
+    click.echo()
+    table_console(stderr=True).print(phase_table(answer.usage, answer.phases))
+
+
+def build_request(
+    prompt: str,
+    *,
+    chat: bool = True,
+    model: str = "",
+    max_tokens: int = 0,
+    temperature: float = 0.0,
+    top_p: float | None = None,
+    top_k: int = 0,
+    min_p: float = 0.0,
+    seed: int | None = None,
+    stop: tuple[str, ...] = (),
+    ignore_eos: bool = False,
+) -> gateway_pb2.GenerateRequest:
+    """The request for one prompt; what was not given stays absent."""
+    sampling = request_pb2.SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed)
+    request = gateway_pb2.GenerateRequest(
+        model=model, sampling=sampling, max_tokens=max_tokens, stop=stop, ignore_eos=ignore_eos
+    )
+    if chat:
+        request.chat.messages.add(role="user", content=prompt)
+    else:
+        request.text = prompt
+    return request
+
+
+def ask(
+    channel: grpc.Channel,
+    request: gateway_pb2.GenerateRequest,
+    *,
+    limit_s: float,
+    on_text: Callable[[str], None],
+) -> Answer:
+    """Sends the request and gives `on_text` every piece of text as it comes. Raises grpc.RpcError."""
+    call = gateway_pb2_grpc.GatewayServiceStub(channel).Generate(request, timeout=limit_s)
+    texts: list[str] = []
+    token_ids: list[int] = []
+    finish: gateway_pb2.Finish | None = None
+    try:
+        for message in call:
+            if message.text:
+                texts.append(message.text)
+                on_text(message.text)
+            token_ids.extend(message.token_ids)
+            if message.HasField("finish"):
+                finish = message.finish
+    finally:
+        call.cancel()  # type: ignore[no-untyped-call]  # no effect on a call that has ended
+    if finish is None:
+        raise click.ClickException("the answer broke off without saying how it ended")
+    return Answer(
+        text="".join(texts),
+        token_ids=tuple(token_ids),
+        finish_reason=FINISH_WORDS[finish.reason],
+        usage=finish.usage,
+        phases=phase_values(finish.phases),
+    )
+
+
+def _echo(text: str) -> None:
+    click.echo(text, nl=False)
+    sys.stdout.flush()

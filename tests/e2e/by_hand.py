@@ -1,0 +1,88 @@
+"""The four services started one by one, `python -m services.NAME`, without the supervisor: with flags of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from meshes import Mesh
+
+from services.cli.up import claim_ports
+
+READY_LIMIT_S = 60.0
+
+
+@contextmanager
+def services_by_hand(
+    model: str,
+    redis_url: str,
+    *,
+    scheduler: Sequence[str] = (),
+    worker: Sequence[str] = ("--dtype=fp32",),
+    prefill_env: Mapping[str, str] | None = None,
+) -> Iterator[Mesh]:
+    """A mesh of one of each; ended with the block. `prefill_env`: variables for the prefill worker alone."""
+    ports = claim_ports({"grpc": 0, "http": 0, "scheduler": 0})
+    scheduler_at = f"127.0.0.1:{ports['scheduler']}"
+    gateway = [
+        f"--port={ports['grpc']}",
+        f"--http-port={ports['http']}",
+        f"--scheduler={scheduler_at}",
+        f"--model={model}",
+    ]
+    commands: list[tuple[str, Sequence[str], Mapping[str, str]]] = [
+        ("scheduler", [f"--port={ports['scheduler']}", *scheduler], {}),
+        ("prefill", [f"--model={model}", "--name=prefill-0", *worker], prefill_env or {}),
+        ("decode", [f"--model={model}", "--name=decode-0", *worker], {}),
+        ("gateway", [*gateway, "--expect-prefill=1"], {}),
+    ]
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        for name, flags, env in commands:
+            log = stack.enter_context((folder / name).open("w"))
+            process = subprocess.Popen(
+                [sys.executable, "-m", f"services.{name}", f"--redis={redis_url}", *flags],
+                env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+                stderr=log,
+                stdout=log,
+            )
+            stack.callback(_end, process)
+        http = f"http://127.0.0.1:{ports['http']}"
+        _await_ready(http, folder)
+        yield Mesh(
+            grpc=f"127.0.0.1:{ports['grpc']}",
+            http=http,
+            scheduler=scheduler_at,
+            pid=os.getpid(),
+            model=model,
+            stop=lambda: 0,
+        )
+
+
+def _await_ready(http: str, logs: Path) -> None:
+    deadline_s = time.monotonic() + READY_LIMIT_S
+    while time.monotonic() < deadline_s:
+        try:
+            with urllib.request.urlopen(f"{http}/ready", timeout=2) as reply:
+                if reply.status == 200:
+                    return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.2)
+    raise AssertionError("not ready: " + "\n".join(path.read_text() for path in logs.iterdir()))
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(20)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -1,0 +1,131 @@
+"""Any process killed with SIGKILL in mid-request: an answer or an error status in 10 s, and the mesh serves on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import time
+
+import grpc
+import grpc.aio
+import httpx
+import psutil
+import pytest
+from asking import Answer, ask, request, until_free
+from meshes import Mesh, StartMesh
+
+NOTICE_S = 10.0
+LONG = {"max_tokens": 1500, "ignore_eos": True}
+ERRORS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.ABORTED, grpc.StatusCode.INTERNAL)
+
+
+async def outcome(mesh: Mesh, killed: asyncio.Event, prompt: list[int]) -> tuple[Answer | grpc.StatusCode, float]:
+    """What the client of a long request got, and how long after the kill it knew."""
+    try:
+        answer: Answer | grpc.StatusCode = await ask(mesh, request(prompt, **LONG))
+    except grpc.aio.AioRpcError as error:
+        answer = error.code()
+    assert killed.is_set(), "the request was over before the kill: it proves nothing"
+    return answer, time.monotonic()
+
+
+async def serves_again(mesh: Mesh) -> Answer:
+    """Asks until it is answered; the killed process has 40 s to come back."""
+    deadline_s = time.monotonic() + 40
+    while True:
+        try:
+            return await ask(mesh, request([5, 6, 7], max_tokens=4, ignore_eos=True), limit_s=10)
+        except grpc.aio.AioRpcError:
+            assert time.monotonic() < deadline_s, "the mesh did not come back"
+            await asyncio.sleep(0.2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+async def test_whoever_is_killed_in_mid_request_nobody_hangs_and_the_mesh_comes_back(start_mesh: StartMesh) -> None:
+    mesh = start_mesh()
+    expected = (await ask(mesh, request([3, 4, 5] * 20, **LONG))).token_ids
+    for name in ("decode-0", "prefill-0", "scheduler", "gateway"):
+        killed = asyncio.Event()
+        asked = asyncio.create_task(outcome(mesh, killed, [3, 4, 5] * 20))
+        await asyncio.sleep(1.0)  # into decoding
+        process = mesh.children()[name]
+        killed.set()
+        at_s = time.monotonic()
+        process.send_signal(signal.SIGKILL)
+        got, noticed_s = await asked
+        if isinstance(got, Answer):
+            assert got.token_ids == expected, f"{name} was killed and the answer changed"
+            assert name in ("prefill-0", "scheduler")
+        else:
+            assert got in ERRORS
+            assert noticed_s - at_s < NOTICE_S, f"{name} was killed and nobody was told for {noticed_s - at_s:.1f} s"
+        again = await serves_again(mesh)
+        assert again.token_ids
+        mesh.wait_for(lambda name=name, old=process.pid: mesh.children().get(name, psutil.Process()).pid != old)  # type: ignore[misc]
+        mesh.wait_for(lambda: httpx.get(f"{mesh.http}/ready").status_code == 200)
+        await until_free(mesh)
+    assert (await ask(mesh, request([3, 4, 5] * 20, **LONG))).token_ids == expected
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+async def test_a_prefill_worker_killed_while_it_computes_costs_an_error_or_another_placement(
+    start_mesh: StartMesh,
+) -> None:
+    mesh = start_mesh(extra=["--chunk-tokens=1"])  # a prompt of 1,200 tokens takes seconds
+    killed = asyncio.Event()
+    asked = asyncio.create_task(outcome(mesh, killed, [7 + i % 300 for i in range(400)]))
+    await asyncio.sleep(0.5)
+    killed.set()
+    at_s = time.monotonic()
+    mesh.kill("prefill-0")
+    got, noticed_s = await asked
+    if isinstance(got, Answer):
+        assert got.phases.placements == 2
+        assert got.phases.local_prefill_reason
+        assert got.phases.transfer.bytes == 0
+    else:
+        assert got in ERRORS
+        assert noticed_s - at_s < NOTICE_S
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+async def test_a_stream_over_http_whose_decode_worker_dies_ends_with_an_error_and_without_done(
+    start_mesh: StartMesh,
+) -> None:
+    mesh = start_mesh()
+    body = {"model": "tiny-llama", "prompt": [3, 4, 5], "stream": True}
+    body |= {"max_tokens": 1500, "ignore_eos": True}
+    lines: list[str] = []
+    at_s = 0.0
+    async with (
+        httpx.AsyncClient(timeout=60) as client,
+        client.stream("POST", f"{mesh.http}/v1/completions", json=body) as reply,
+    ):
+        assert reply.status_code == 200
+        async for line in reply.aiter_lines():
+            lines.append(line)
+            if len(lines) == 20:
+                at_s = time.monotonic()
+                mesh.children()["decode-0"].kill()
+    assert at_s and time.monotonic() - at_s < NOTICE_S
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    assert "data: [DONE]" not in lines
+    assert events[-1]["error"]["message"]
+    assert all(choice["finish_reason"] is None for event in events[:-1] for choice in event["choices"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+async def test_when_every_prefill_worker_is_gone_decode_computes_prompts_itself(start_mesh: StartMesh) -> None:
+    mesh = start_mesh()
+    before = await ask(mesh, request([3, 4, 5] * 9, max_tokens=8, ignore_eos=True))
+    prefill = mesh.children()["prefill-0"]
+    prefill.send_signal(signal.SIGKILL)  # the supervisor brings it back only seconds later
+    after = await ask(mesh, request([3, 4, 5] * 9, max_tokens=8, ignore_eos=True), limit_s=NOTICE_S)
+    assert after.token_ids == before.token_ids
+    assert after.phases.local_prefill_reason
+    assert not after.phases.transfer.bytes

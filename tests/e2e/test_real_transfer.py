@@ -1,0 +1,69 @@
+"""The KV really moves between processes, every byte of it and no more; and when it cannot, the request says so."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import grpc.aio
+import pytest
+from asking import ask, request, until_free, workers
+from by_hand import services_by_hand
+from meshes import Mesh, StartMesh
+
+TINY_TOKEN_BYTES = 3 * 2 * 2 * 16 * 4  # layers × {K, V} × KV heads × head dim × fp32
+
+
+@pytest.mark.parametrize("tokens", [1, 15, 16, 17, 100])
+async def test_the_bytes_on_the_wire_are_the_layouts_arithmetic(mesh: Mesh, tokens: int) -> None:
+    answer = await ask(mesh, request(list(range(3, 3 + tokens)), max_tokens=2))
+    transfer = answer.phases.transfer
+    assert (transfer.bytes, transfer.transport) == (tokens * TINY_TOKEN_BYTES, "ucx")
+    assert transfer.pieces >= 1
+    assert answer.phases.prefill_worker == "prefill-0"
+    assert answer.phases.decode_worker == "decode-0"
+
+
+@pytest.mark.slow
+async def test_the_embedded_model_moves_23040_bytes_per_prompt_token_in_bf16(start_mesh: StartMesh) -> None:
+    mesh = start_mesh("smollm2", dtype="bf16")
+    for tokens in (16, 37):
+        answer = await ask(mesh, request(list(range(100, 100 + tokens)), max_tokens=2, ignore_eos=True))
+        assert answer.phases.transfer.bytes == tokens * 23_040
+    children = mesh.children()
+    assert children["prefill-0"].pid != children["decode-0"].pid
+    assert mesh.stop() == 0
+
+
+async def test_chunks_leave_in_pieces_while_the_prompt_is_still_computed(start_mesh: StartMesh) -> None:
+    mesh = start_mesh(extra=["--chunk-tokens=64"])
+    answer = await ask(mesh, request([7 + i % 300 for i in range(500)], max_tokens=2))
+    assert answer.phases.prefill_chunks == 8
+    assert answer.phases.transfer.pieces > 1
+    assert answer.phases.transfer.bytes == 500 * TINY_TOKEN_BYTES
+
+
+async def test_the_memory_of_a_request_is_free_on_both_sides_when_it_is_over(mesh: Mesh) -> None:
+    await asyncio.gather(*(ask(mesh, request([3 + i] * 40, max_tokens=5)) for i in range(6)))
+    await until_free(mesh)
+    assert sorted(worker.ref.name for worker in await workers(mesh)) == ["decode-0", "prefill-0"]
+
+
+@pytest.mark.parametrize("local_prefill", ["never", "auto"])
+async def test_with_the_data_plane_blocked_nothing_is_quietly_recomputed(
+    tiny_llama: str, redis_url: str, local_prefill: str
+) -> None:
+    """A prefill worker whose UCX reaches nobody but itself: an error, or a local prefill that the phases admit to."""
+    with services_by_hand(
+        tiny_llama, redis_url, scheduler=[f"--local-prefill={local_prefill}"], prefill_env={"UCX_TLS": "self"}
+    ) as mesh:
+        if local_prefill == "never":
+            with pytest.raises(grpc.aio.AioRpcError) as failed:
+                await ask(mesh, request([5, 6, 7], max_tokens=3), limit_s=30)
+            assert failed.value.code() == grpc.StatusCode.UNAVAILABLE
+        else:
+            answer = await ask(mesh, request([5, 6, 7], max_tokens=3), limit_s=30)
+            assert answer.phases.placements == 2
+            assert answer.phases.local_prefill_reason
+            assert answer.phases.transfer.bytes == 0
+        await until_free(mesh)

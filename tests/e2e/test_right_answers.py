@@ -1,0 +1,124 @@
+"""Tokens through the whole mesh equal transformers' own `generate` in fp32, disaggregated and aggregated.
+
+The reference is computed by transformers alone: its model, its cache, its attention, one prompt at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from asking import Answer, ask, request
+from meshes import Mesh, StartMesh
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from services.engine.catalog import resolve
+
+NEW_TOKENS = 12
+AT_ONCE = 8
+LENGTHS = [1, 1, 1, 15, 15, 15, 16, 16, 16, 17, 17, 17, 100, 100, 100, 1000, 1000]
+CHATS = ["What is the capital of France?", "Write one line about the sea.", "Count: one, two,"]
+
+
+def prompts(folder: str, vocab: int) -> list[list[int]]:
+    """20 prompts: 17 of random ids with the lengths above, 3 chats."""
+    generator = torch.Generator().manual_seed(11)
+    ids = [torch.randint(3, vocab, (n,), generator=generator).tolist() for n in LENGTHS]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    chats = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
+        )
+        for text in CHATS
+    ]
+    return [*ids, *chats]
+
+
+def reference(folder: str, asked: Sequence[Sequence[int]]) -> list[list[int]]:
+    """What transformers' generate answers, greedily; ends with an end-of-sequence token like the mesh does."""
+    torch.set_num_threads(2)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    answers = []
+    for ids in asked:
+        with torch.inference_mode():
+            whole = model.generate(
+                torch.tensor([ids]),
+                attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+                max_new_tokens=NEW_TOKENS,
+                do_sample=False,
+                pad_token_id=0,
+            )
+        answers.append(whole[0, len(ids) :].tolist())
+    return answers
+
+
+async def ask_all(mesh: Mesh, asked: Sequence[Sequence[int]], at_once: int, **sampling: object) -> list[Answer]:
+    """Asks every prompt, `at_once` at a time, in order of the prompts."""
+    slots = asyncio.Semaphore(at_once)
+
+    async def one(ids: Sequence[int]) -> Answer:
+        async with slots:
+            return await ask(mesh, request(ids, max_tokens=NEW_TOKENS, **sampling))
+
+    return list(await asyncio.gather(*(one(ids) for ids in asked)))
+
+
+def check_usage(answers: Sequence[Answer], asked: Sequence[Sequence[int]]) -> None:
+    for answer, ids in zip(answers, asked, strict=True):
+        assert answer.finish is not None
+        assert answer.finish.usage.prompt_tokens == len(ids)
+        assert answer.finish.usage.completion_tokens == len(answer.token_ids)
+
+
+async def compare(start_mesh: StartMesh, folder: str, model: str, vocab: int) -> None:
+    asked = prompts(folder, vocab)
+    expected = reference(folder, asked)
+    assert len({tuple(answer) for answer in expected}) > len(expected) // 2, "the reference says the same all the time"
+    for prefill in (1, 0):
+        mesh = start_mesh(model, prefill=prefill, dtype="fp32")
+        answers = await ask_all(mesh, asked, AT_ONCE)
+        assert [answer.token_ids for answer in answers] == expected
+        check_usage(answers, asked)
+        for answer in answers:
+            assert (answer.phases.transfer.transport == "ucx") == bool(prefill)
+            assert bool(answer.phases.local_prefill_reason) != bool(prefill)
+        assert mesh.stop() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+async def test_the_embedded_model_answers_like_generate(start_mesh: StartMesh) -> None:
+    folder = str(resolve("smollm2", progress=print).path)
+    await compare(start_mesh, folder, "smollm2", 49_152)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma3", "gpt2", "opt"])
+async def test_other_architectures_answer_like_generate(
+    start_mesh: StartMesh, tiny_model: Callable[[str], str], architecture: str
+) -> None:
+    folder = tiny_model(architecture)
+    await compare(start_mesh, folder, folder, 352)
+
+
+async def test_the_same_seed_gives_the_same_text_alone_in_a_batch_and_aggregated(
+    mesh: Mesh, start_mesh: StartMesh
+) -> None:
+    asked = [[5 + i, 40, 41, 42 + i, 50] * (3 + i) for i in range(8)]
+    sampling = {"sampling": {"temperature": 0.9, "top_p": 0.95, "top_k": 50, "seed": 1234}}
+    alone = [(await ask_all(mesh, [ids], 1, **sampling))[0].token_ids for ids in asked]
+    batch = [answer.token_ids for answer in await ask_all(mesh, asked, 8, **sampling)]
+    aggregated_mesh = start_mesh(prefill=0)
+    aggregated = [answer.token_ids for answer in await ask_all(aggregated_mesh, asked, 8, **sampling)]
+    assert alone == batch == aggregated
+    other = {"sampling": {"temperature": 0.9, "top_p": 0.95, "top_k": 50, "seed": 4321}}
+    assert [answer.token_ids for answer in await ask_all(mesh, asked, 8, **other)] != alone
+
+
+async def test_without_a_seed_two_answers_differ(mesh: Mesh) -> None:
+    sampling = {"sampling": {"temperature": 1.5}}
+    first, second = await ask_all(mesh, [[9, 10, 11]] * 2, 2, **sampling)
+    assert first.token_ids != second.token_ids
