@@ -77,10 +77,9 @@ def load(card: ModelCard, *, dtype: Dtype = "bf16", device: str = "cpu") -> Load
     if dtype == "bf16" and place.type == "cpu" and not _cpu_has_bf16():
         log.info("this CPU has no bf16 arithmetic: weights and KV are rounded to bf16, arithmetic is fp32")
         compute_dtype = torch.float32
-    module = _read_module(card, compute_dtype)  # from_pretrained leaves it in evaluation mode
-    torch.nn.Module.to(module, place)
-    if dtype == "bf16" and compute_dtype is torch.float32:
-        _round_to_bf16(module)
+    # Read in the precision asked for, which rounds the weights, and only then widened for the arithmetic.
+    module = _read_module(card, _TORCH_DTYPES[dtype])  # from_pretrained leaves it in evaluation mode
+    torch.nn.Module.to(module, place, compute_dtype)
     module.requires_grad_(False)
     model = LoadedModel(card=card, module=module, dtype=dtype, compute_dtype=compute_dtype, device=place)
     _probe(model)
@@ -135,11 +134,6 @@ def _rope_types(parameters: object) -> set[str]:
         return set()
     kind = parameters.get("rope_type")
     return {str(kind)} if kind is not None else set().union(*(_rope_types(inner) for inner in parameters.values()))
-
-
-def _round_to_bf16(module: PreTrainedModel) -> None:
-    for parameter in module.parameters():
-        parameter.data.copy_(parameter.data.to(torch.bfloat16))
 
 
 def _cpu_has_bf16() -> bool:

@@ -1,0 +1,48 @@
+"""A decode worker put together from its parts."""
+
+from __future__ import annotations
+
+import asyncio
+
+from diptych.v1 import decode_pb2, decode_pb2_grpc
+
+from kvtransfer.receiver import Receiver
+from services.decode.config import DecodeConfig
+from services.decode.core import Command, DecodeCore, Event
+from services.decode.hand_off import Puller
+from services.decode.service import DecodeService
+from services.decode.servicer import DecodeServicer
+from services.rpc.server import RpcServer
+from services.worker.process import Part, Parts, serve
+
+SERVICE_NAMES = (decode_pb2.DESCRIPTOR.services_by_name["DecodeService"].full_name,)
+
+
+def assemble(parts: Parts) -> Part[Command, Event]:
+    """The decode worker's own parts."""
+    receiver = Receiver(parts.transport, parts.arena)
+    service = DecodeService(Puller(receiver, parts.channels, parts.layout, parts.identity.incarnation))
+    core = DecodeCore(
+        pool=parts.pool,
+        block_tokens=parts.config.block_tokens,
+        chunk_tokens=parts.config.chunk_tokens,
+        max_batch=parts.config.max_batch,
+    )
+
+    def register(rpc: RpcServer) -> None:
+        servicer = DecodeServicer(service, parts.identity, parts.card)
+        rpc.add(decode_pb2_grpc.add_DecodeServiceServicer_to_server, servicer)
+
+    return Part(
+        core=core,
+        deliver=service.deliver,
+        attach=service.attach,
+        register=register,
+        outstanding=lambda: service.outstanding,
+        aclose=receiver.aclose,
+    )
+
+
+async def serve_worker(config: DecodeConfig, stop: asyncio.Event) -> None:
+    """Runs one decode worker until `stop`."""
+    await serve(config, "decode", service_names=SERVICE_NAMES, nice=0, assemble=assemble, stop=stop)
