@@ -28,8 +28,12 @@ def services_by_hand(
     scheduler: Sequence[str] = (),
     worker: Sequence[str] = ("--dtype=fp32",),
     prefill_env: Mapping[str, str] | None = None,
-) -> Iterator[Mesh]:
-    """A mesh of one of each; ended with the block. `prefill_env`: variables for the prefill worker alone."""
+    expect_prefill: int = 1,
+) -> Iterator[tuple[Mesh, Path]]:
+    """A mesh of one of each, ended with the block, and the folder of their logs.
+
+    `prefill_env`: variables for the prefill worker alone; `expect_prefill` 0: it need not come up.
+    """
     ports = claim_ports({"grpc": 0, "http": 0, "scheduler": 0})
     scheduler_at = f"127.0.0.1:{ports['scheduler']}"
     gateway = [
@@ -42,7 +46,7 @@ def services_by_hand(
         ("scheduler", [f"--port={ports['scheduler']}", *scheduler], {}),
         ("prefill", [f"--model={model}", "--name=prefill-0", *worker], prefill_env or {}),
         ("decode", [f"--model={model}", "--name=decode-0", *worker], {}),
-        ("gateway", [*gateway, "--expect-prefill=1"], {}),
+        ("gateway", [*gateway, f"--expect-prefill={expect_prefill}"], {}),
     ]
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -57,7 +61,7 @@ def services_by_hand(
             stack.callback(_end, process)
         http = f"http://127.0.0.1:{ports['http']}"
         _await_ready(http, folder)
-        yield Mesh(
+        mesh = Mesh(
             grpc=f"127.0.0.1:{ports['grpc']}",
             http=http,
             scheduler=scheduler_at,
@@ -65,6 +69,7 @@ def services_by_hand(
             model=model,
             stop=lambda: 0,
         )
+        yield mesh, folder
 
 
 def _await_ready(http: str, logs: Path) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import httpx
 import pytest
+import torch
 from asking import ask, request, until_free
 from diptych.v1 import request_pb2
 from meshes import Mesh
+from transformers import AutoModelForCausalLM
 
 BLOCK = 16
+END = 2
 
 
 async def test_max_tokens_1_gives_one_token_and_nothing_is_decoded(mesh: Mesh) -> None:
@@ -39,19 +42,29 @@ async def test_a_first_token_that_completes_a_stop_string_ends_the_request_there
     await until_free(mesh)
 
 
+def prompt_whose_first_token_ends_it(folder: str) -> list[int]:
+    """Searches, with transformers alone, for a prompt after which greedy decoding says end-of-sequence at once."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(20):
+        prompts = torch.randint(3, 352, (512, 6), generator=generator)
+        with torch.inference_mode():
+            last = model(prompts).logits[:, -1]
+        if len(hits := (last.argmax(-1) == END).nonzero()):
+            return prompts[int(hits[0])].tolist()
+    raise AssertionError("this model never ends at once")
+
+
 async def test_a_first_token_that_is_end_of_sequence_ends_the_request_there(mesh: Mesh) -> None:
-    """F2. Sampling finds a seed whose first token is the end; greedy decoding of a random model may never say it."""
-    hot = {"temperature": 2.0}
-    for seed in range(4000):
-        answer = await ask(mesh, request([5, 6, 7], max_tokens=2, sampling={**hot, "seed": seed}))
-        assert answer.finish is not None
-        if answer.finish.usage.completion_tokens == 1:
-            break
-    else:
-        pytest.fail("no seed ended with its first token")
+    """F2: the same prompt goes on when told to ignore the end."""
+    prompt = prompt_whose_first_token_ends_it(mesh.model)
+    answer = await ask(mesh, request(prompt, max_tokens=9))
+    assert answer.finish is not None
     assert answer.finish.reason == request_pb2.FINISH_REASON_STOP
-    assert answer.text == ""
-    assert answer.token_ids == [2]
+    assert (answer.text, answer.token_ids) == ("", [END])
+    assert answer.finish.usage.completion_tokens == 1
+    ignored = await ask(mesh, request(prompt, max_tokens=9, ignore_eos=True))
+    assert len(ignored.token_ids) == 9 and ignored.token_ids[0] == END
     await until_free(mesh)
 
 
