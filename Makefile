@@ -6,8 +6,8 @@ SHELL := bash
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# The first interpreter that is 3.11 or newer.
-PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
+# The first interpreter that is 3.11 or newer; the oldest first, for which most wheels exist.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 # An extra index with CPU builds of torch, for where pip's own index offers CUDA builds:
 # make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu

@@ -56,7 +56,13 @@ class Answer:
 @click.option("--stop", multiple=True, help="Text that ends the answer; may be given several times.")
 @click.option("--ignore-eos", is_flag=True, help="Go on to --max-tokens.")
 @click.option("--chat/--raw", default=True, help="PROMPT is a user's message (default), or plain text to continue.")
-@click.option("--limit-s", default=600.0, show_default=True, help="Give up after so many seconds.")
+@click.option(
+    "--limit-s",
+    default=600.0,
+    type=click.FloatRange(0, min_open=True),
+    show_default=True,
+    help="Give up after so many seconds.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One line of JSON with text, usage and phases, nothing else.")
 def generate(prompt: str, address: str, chat: bool, limit_s: float, as_json: bool, **values: object) -> None:
     """Asks a running mesh for an answer to PROMPT ("-" reads it from stdin).

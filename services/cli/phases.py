@@ -101,7 +101,7 @@ def phase_table(usage: request_pb2.Usage, phases: PhaseValues) -> Table:
 
 def _prefill_detail(usage: request_pb2.Usage, phases: PhaseValues) -> str:
     chunks = phases["prefill_chunks"]
-    words = f"{chunks} chunk{'' if chunks == 1 else 's'} on {phases['prefill_worker']}"
+    words = f"{_count(chunks, 'chunk')} on {phases['prefill_worker']}"
     if usage.cached_tokens:
         words += f", {usage.cached_tokens} tokens cached"
     if phases["local_prefill_reason"]:
@@ -111,9 +111,13 @@ def _prefill_detail(usage: request_pb2.Usage, phases: PhaseValues) -> str:
 
 def _transfer_detail(transfer: TransferValues) -> str:
     return (
-        f"{transfer['bytes']:,} B in {transfer['pieces']} pieces over {transfer['transport']}, "
+        f"{transfer['bytes']:,} B in {_count(transfer['pieces'], 'piece')} over {transfer['transport']}, "
         f"{transfer['gigabytes_per_second']:.3f} GB/s, {_ms(transfer['exposed_s'])} exposed"
     )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _ms(seconds: float | None) -> str:

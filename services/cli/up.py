@@ -32,7 +32,7 @@ PORT = click.IntRange(0, 65535)
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-@click.command()
+@click.command(context_settings={"show_default": True})
 @click.option(
     "--model",
     default="smollm2",

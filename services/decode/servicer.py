@@ -14,6 +14,7 @@ from services.decode.core import Began, Finished, Submit, Tokens
 from services.decode.hand_off import HandOff
 from services.decode.service import DecodeService, Stream
 from services.engine.card import ModelCard
+from services.errors import DiptychError
 from services.rpc.convert import to_duration, to_seconds
 from services.telemetry import spans, tracing
 from services.worker.convert import from_sampling, require_sequence, to_finish
@@ -35,10 +36,16 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         self._identity.require_work(request.worker)
         submit = self._submission(request)
         stream = self._service.open(submit, _hand_off(request))
+        recorded = _Recorded(stream)
         try:
             async for events in self._service.events(stream):
+                recorded.note(events)
                 yield _response(events, stream)
+        except DiptychError:
+            recorded.end("failed", time.monotonic())
+            raise
         finally:
+            recorded.end("cancelled", time.monotonic())
             self._service.close(submit.key)
 
     def _submission(self, request: decode_pb2.DecodeRequest) -> Submit:
@@ -72,10 +79,8 @@ def _response(events: Sequence[Began | Tokens | Finished], stream: Stream) -> de
     for event in events:
         if isinstance(event, Began):
             response.begin.CopyFrom(_begin(event, stream.arrived))
-            _record_begin(event, stream.arrived)
         elif isinstance(event, Finished):
             response.finish_reason = to_finish(event.reason)
-            tracing.record(spans.DECODE_RUN, event.ready_s, event.ended_s, {"diptych.recomputed": event.recomputed})
     return response
 
 
@@ -101,16 +106,45 @@ def to_report(arrived: Arrived) -> request_pb2.TransferReport:
     )
 
 
-def _record_begin(event: Began, arrived: Arrived | None) -> None:
-    tracing.record(spans.DECODE_QUEUE, event.submitted_s, event.admitted_s)
-    if arrived:
-        attributes: tracing.Attributes = {
-            "diptych.bytes": arrived.bytes,
-            "diptych.pieces": arrived.pieces,
-            "diptych.transport": arrived.transport,
-            "diptych.gigabytes_per_second": arrived.gigabytes_per_second,
-            "diptych.exposed_s": arrived.exposed_s,
-        }
-        tracing.record(spans.KV_TRANSFER, event.ready_s - arrived.duration_s, event.ready_s, attributes)
-    else:
-        tracing.record(spans.PREFILL_COMPUTE, event.admitted_s, event.ready_s, {"diptych.chunks": event.chunks})
+class _Recorded:
+    """The spans of one request, recorded as its events come. Times are monotonic seconds of this process."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._ready_s: float | None = None  # since when it decodes
+
+    def note(self, events: Sequence[Began | Tokens | Finished]) -> None:
+        """Records what these events say."""
+        for event in events:
+            if isinstance(event, Began):
+                self._ready_s = event.ready_s
+                self._begin(event)
+            elif isinstance(event, Finished):
+                self.end(event.reason, event.ended_s, {"diptych.recomputed": event.recomputed})
+
+    def end(self, reason: str, ended_s: float, more: tracing.Attributes | None = None) -> None:
+        """Records the decoding, once and only if there was any. A call that is cancelled gets no `Finished`."""
+        if self._ready_s is not None:
+            attributes = {"diptych.finish_reason": reason, **(more or {})}
+            tracing.record(spans.DECODE_RUN, self._ready_s, max(self._ready_s, ended_s), attributes)
+        self._ready_s = None
+
+    def _begin(self, event: Began) -> None:
+        tracing.record(spans.DECODE_QUEUE, event.submitted_s, event.admitted_s)
+        attributes: tracing.Attributes
+        if arrived := self._stream.arrived:
+            attributes = {
+                "diptych.bytes": arrived.bytes,
+                "diptych.pieces": arrived.pieces,
+                "diptych.transport": arrived.transport,
+                "diptych.gigabytes_per_second": arrived.gigabytes_per_second,
+                "diptych.exposed_s": arrived.exposed_s,
+            }
+            tracing.record(spans.KV_TRANSFER, event.ready_s - arrived.duration_s, event.ready_s, attributes)
+        else:
+            attributes = {
+                "diptych.prompt_tokens": self._stream.prompt_tokens,
+                "diptych.chunks": event.chunks,
+                "diptych.cached_tokens": 0,
+            }
+            tracing.record(spans.PREFILL_COMPUTE, event.admitted_s, event.ready_s, attributes)

@@ -99,15 +99,15 @@ class Life:
         """Lives it. Raises a DiptychError for everything that is not an answer."""
         context.request_id.set(self._id)
         with tracer().start_as_current_span(spans.GATEWAY_REQUEST) as span:
-            span.set_attributes({"request.id": self._id, "model": self._mesh.model.name})
+            span.set_attributes({"diptych.request_id": self._id, "diptych.model": self._mesh.model.name})
             with self._mesh.metrics.running():
                 finish = await self._within_deadline()
                 self._log(finish)
                 span.set_attributes(
                     {
-                        "prompt.tokens": finish.usage.prompt_tokens,
-                        "completion.tokens": finish.usage.completion_tokens,
-                        "finish.reason": finish.reason,
+                        "diptych.prompt_tokens": finish.usage.prompt_tokens,
+                        "diptych.completion_tokens": finish.usage.completion_tokens,
+                        "diptych.finish_reason": finish.reason,
                     }
                 )
 

@@ -15,6 +15,7 @@ from collections.abc import Coroutine
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.telemetry import TelemetryConfig
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -33,11 +34,13 @@ log = logging.getLogger(__name__)
 
 _ID_HEADER = b"x-request-id"
 _BODY_LIMIT_S = 30.0
+# FastAPI's own spans would stand between a caller and gateway.request, and be made for every probe of /ready.
+_NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False}
 
 
 def application(gateway: Gateway) -> ASGIApp:
     """The ASGI application."""
-    app = FastAPI(title="Diptych", docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(title="Diptych", docs_url=None, redoc_url=None, openapi_url=None, telemetry=_NO_TELEMETRY)
     app.add_exception_handler(HTTPException, _no_route)
     app.add_exception_handler(DiptychError, _failed)
     app.add_exception_handler(Exception, _failed)  # answered, then raised again, for the log

@@ -23,6 +23,7 @@ from services.gateway.request import (
     TokenPrompt,
 )
 from services.rpc.convert import to_duration, to_seconds
+from services.telemetry import context as call_context
 
 GenerateContext = grpc.aio.ServicerContext[gateway_pb2.GenerateRequest, gateway_pb2.GenerateResponse]
 ListContext = grpc.aio.ServicerContext[gateway_pb2.ListModelsRequest, gateway_pb2.ListModelsResponse]
@@ -40,9 +41,10 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         self, request: gateway_pb2.GenerateRequest, context: GenerateContext
     ) -> AsyncIterator[gateway_pb2.GenerateResponse]:
         """Streams one answer."""
+        request_id = self._gateway.new_id()
+        call_context.request_id.set(request_id)  # also for the line that is logged when the request fails
         wish = _request(request)
         limit_s = context.time_remaining()
-        request_id = self._gateway.new_id()
         async with self._gateway.answering(wish, request_id=request_id, limit_s=limit_s) as events:
             first = True
             async for event in events:

@@ -104,10 +104,10 @@ def _call(request: scheduler_pb2.PlaceRequest, limit_s: float) -> PlaceCall:
 
 
 def _describe(span: Span, answer: Answer, queue_s: float) -> None:
-    span.set_attribute("queue_s", queue_s)
-    span.set_attribute("decode_worker", answer.decode.name)
-    span.set_attribute("prefill_worker", answer.decode.name if answer.prefill is None else answer.prefill.name)
-    span.set_attribute("local_prefill_reason", answer.local_reason)
+    span.set_attribute("diptych.queue_s", queue_s)
+    span.set_attribute("diptych.decode_worker", answer.decode.name)
+    span.set_attribute("diptych.prefill_worker", answer.decode.name if answer.prefill is None else answer.prefill.name)
+    span.set_attribute("diptych.local_prefill_reason", answer.local_reason)
 
 
 def _ref(worker: Worker) -> worker_pb2.WorkerRef:

@@ -1,13 +1,17 @@
-"""Every span and event name there is. One request is one trace:
+"""Every span name there is. One request is one trace, below the caller's own span when it sends a W3C context:
 
-gateway.request             the whole request: ids, model, tokens, finish reason
-├── gateway.tokenize        rendering and tokenizing
-├── scheduler.place         in the scheduler; queue time, chosen workers
-├── prefill.queue           waiting inside the prefill worker
-├── prefill.compute         chunks, cached tokens
-├── decode.queue            waiting for blocks, then for the hand-off
-├── kv.transfer             on the receiver: bytes, pieces, transport, GB/s, exposed time
-└── decode.run              decoding; events for what happens to the request in between
+gateway.request       gateway    the whole request: request_id, model, prompt_tokens, completion_tokens, finish_reason
+├── gateway.tokenize  gateway    rendering and tokenizing
+├── scheduler.place   scheduler  queue_s, prefill_worker, decode_worker, local_prefill_reason
+├── prefill.queue     prefill    waiting inside the prefill worker
+├── prefill.compute   prefill    prompt_tokens, chunks, cached_tokens
+├── decode.queue      decode     waiting for blocks
+├── kv.transfer       decode     bytes, pieces, transport, gigabytes_per_second, exposed_s
+└── decode.run        decode     finish_reason (also "cancelled": a stop string, a client that went away), recomputed
+
+Attributes are named `diptych.…`; the middle column is the service (`service.name` is `diptych-…`). A prompt that the
+decode worker computes itself has no prefill.queue and no kv.transfer, and its prefill.compute comes from decode. A
+request that is placed again has the spans of every placement.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ LIMIT_S = 100.0
 class Answer:
     """What a client got."""
 
+    request_id: str = ""
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish: gateway_pb2.Finish | None = None
@@ -38,12 +39,20 @@ def request(prompt: Sequence[int] | str, **fields: object) -> gateway_pb2.Genera
     return made
 
 
-async def ask(mesh: Mesh, asked: gateway_pb2.GenerateRequest, *, limit_s: float = LIMIT_S) -> Answer:
+async def ask(
+    mesh: Mesh,
+    asked: gateway_pb2.GenerateRequest,
+    *,
+    limit_s: float = LIMIT_S,
+    metadata: Sequence[tuple[str, str]] = (),
+) -> Answer:
     """Asks and collects the whole answer; raises AioRpcError as a client would see it."""
     answer = Answer()
     async with grpc.aio.insecure_channel(mesh.grpc) as channel:
-        async for message in gateway_pb2_grpc.GatewayServiceStub(channel).Generate(asked, timeout=limit_s):
+        call = gateway_pb2_grpc.GatewayServiceStub(channel).Generate(asked, timeout=limit_s, metadata=metadata)
+        async for message in call:
             answer.messages += 1
+            answer.request_id = answer.request_id or message.request_id
             answer.text += message.text
             answer.token_ids += message.token_ids
             if message.HasField("finish"):

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.engine.catalog import resolve
 
-NEW_TOKENS = 12
+NEW_TOKENS = 10
 AT_ONCE = 8
-LENGTHS = [1, 1, 1, 15, 15, 15, 16, 16, 16, 17, 17, 17, 100, 100, 100, 1000, 1000]
+LENGTHS = [1, 1, 1, 1, 15, 15, 15, 16, 16, 16, 17, 17, 17, 100, 100, 100, 1000]
 CHATS = ["What is the capital of France?", "Write one line about the sea.", "Count: one, two,"]
 
 

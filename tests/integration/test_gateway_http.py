@@ -1,4 +1,4 @@
-"""The HTTP door through its real port: raw with httpx, and with the official openai client."""
+"""The HTTP door through its real port: raw with httpx, and with the official openai client. Cases G1, G4, G8 to G11."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gateway before scripted peers: orders of events that are hard to get from real ones."""
+"""The gateway before scripted peers: orders of events that are hard to get from real ones. Cases G2 to G5."""
 
 from __future__ import annotations
 

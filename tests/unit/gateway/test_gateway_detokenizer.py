@@ -1,4 +1,4 @@
-"""The detokenizer with real tokenizers: byte-level BPE, and byte fallback as sentencepiece models have it."""
+"""The detokenizer with real tokenizers: byte-level BPE, and byte fallback as sentencepiece models have it. Case G7."""
 
 from __future__ import annotations
 

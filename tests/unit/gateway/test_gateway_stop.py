@@ -1,4 +1,4 @@
-"""Stop strings against the whole text, which is what a user sees."""
+"""Stop strings against the whole text, which is what a user sees. Case G6."""
 
 from __future__ import annotations
 
