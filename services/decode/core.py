@@ -25,111 +25,29 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from kvtransfer.blocks import BlockPool, BlockState
+from services.decode.messages import (
+    Began,
+    Cancel,
+    Command,
+    Drained,
+    Event,
+    Failed,
+    Finished,
+    Received,
+    Reserved,
+    Submit,
+    Tokens,
+    TransferFailed,
+)
 from services.engine.sequence import FinishReason, TokenSequence, blocks_needed, finish_reason
 from services.errors import DiptychError, NotAdmitted
 from services.worker.work import Load, Work
 
 if TYPE_CHECKING:  # its module imports torch
-    from services.engine.sampling import SamplingSpec
+    pass
 
 GROWTH_TOKENS = 64
 """Room reserved for new tokens at admission, so that a request just admitted does not run out of blocks at once."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Submit:
-    """A request to decode. `local`: its KV is computed here instead of being handed over."""
-
-    key: str
-    token_ids: tuple[int, ...]
-    sampling: SamplingSpec
-    max_new_tokens: int
-    stop_token_ids: frozenset[int]
-    local: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Cancel:
-    """Nobody wants it any more. Unknown keys are fine."""
-
-    key: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Received:
-    """The KV of all its tokens is in the reserved blocks; nothing writes to them any more."""
-
-    key: str
-    first_token_id: int
-    finish: FinishReason | None
-
-
-@dataclass(frozen=True, slots=True)
-class TransferFailed:
-    """The hand-off is lost; `Drained` follows when nothing writes to the blocks any more."""
-
-    key: str
-    error: DiptychError
-
-
-@dataclass(frozen=True, slots=True)
-class Drained:
-    """Nothing writes to the blocks of a failed or cancelled hand-off any more."""
-
-    key: str
-
-
-Command = Submit | Cancel | Received | TransferFailed | Drained
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Reserved:
-    """Blocks for the hand-off are there: pull into them."""
-
-    key: str
-    blocks: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tokens:
-    """New tokens, in order; `offset` counts this request's generated tokens before the first one here."""
-
-    key: str
-    offset: int
-    token_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Began:
-    """The KV is there and the first token known; once, before the first Tokens. Monotonic seconds of this process."""
-
-    key: str
-    submitted_s: float
-    admitted_s: float
-    ready_s: float  # received, or the local prefill computed
-    chunks: int  # of the local prefill
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Finished:
-    """The request is over; everything it held is free. Monotonic seconds of this process."""
-
-    key: str
-    reason: FinishReason
-    ready_s: float
-    ended_s: float
-    recomputed: int  # times it gave its blocks up and was computed again
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Failed:
-    """The request is over with an error."""
-
-    key: str
-    error: DiptychError
-
-
-Event = Reserved | Began | Tokens | Finished | Failed
 
 
 class Stage(Enum):

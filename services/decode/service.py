@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvtransfer import Received as Arrived
-from services.decode.core import (
+from services.decode.hand_off import HandOff, Puller
+from services.decode.messages import (
     Began,
     Cancel,
     Command,
@@ -31,7 +32,6 @@ from services.decode.core import (
     Tokens,
     TransferFailed,
 )
-from services.decode.hand_off import HandOff, Puller
 from services.errors import DiptychError, HandOffLost
 from services.worker.convert import finish_named
 

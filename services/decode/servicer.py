@@ -10,14 +10,14 @@ import grpc.aio
 from diptych.v1 import decode_pb2, decode_pb2_grpc, request_pb2
 
 from kvtransfer import Received as Arrived
-from services.decode.core import Began, Finished, Submit, Tokens
 from services.decode.hand_off import HandOff
+from services.decode.messages import Began, Finished, Submit, Tokens
 from services.decode.service import DecodeService, Stream
 from services.engine.card import ModelCard
 from services.errors import DiptychError
-from services.rpc.convert import to_duration, to_seconds
+from services.rpc.convert import to_duration
 from services.telemetry import spans, tracing
-from services.worker.convert import from_sampling, require_sequence, to_finish
+from services.worker.convert import from_limit, from_sampling, require_sequence, to_finish
 from services.worker.identity import Identity
 
 DecodeContext: TypeAlias = "grpc.aio.ServicerContext[decode_pb2.DecodeRequest, decode_pb2.DecodeResponse]"
@@ -65,7 +65,7 @@ def _hand_off(request: decode_pb2.DecodeRequest) -> HandOff | None:
     if not request.HasField("hand_off"):
         return None
     hand_off = request.hand_off
-    deadline_s = time.monotonic() + to_seconds(hand_off.limit)
+    deadline_s = time.monotonic() + from_limit(hand_off.limit)
     return HandOff(transfer_id=hand_off.transfer_id, sender=hand_off.sender, deadline_s=deadline_s)
 
 

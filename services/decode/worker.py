@@ -8,8 +8,9 @@ from diptych.v1 import decode_pb2, decode_pb2_grpc
 
 from kvtransfer.receiver import Receiver
 from services.decode.config import DecodeConfig
-from services.decode.core import Command, DecodeCore, Event
+from services.decode.core import DecodeCore
 from services.decode.hand_off import Puller
+from services.decode.messages import Command, Event
 from services.decode.service import DecodeService
 from services.decode.servicer import DecodeServicer
 from services.rpc.server import RpcServer

@@ -21,81 +21,13 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from kvtransfer.blocks import BlockPool, BlockState
-from services.engine.sequence import FinishReason, TokenSequence, blocks_needed, finish_reason
+from services.engine.sequence import TokenSequence, blocks_needed, finish_reason
 from services.errors import Cancelled, DiptychError, HandOffLost, NotAdmitted
+from services.prefill.messages import Admitted, Cancel, Command, Event, Failed, FirstToken, Progress, Released, Submit
 from services.worker.work import Load, Work
 
 if TYPE_CHECKING:  # its module imports torch
-    from services.engine.sampling import SamplingSpec
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Submit:
-    """A prompt to compute. `key` is its transfer id."""
-
-    key: str
-    token_ids: tuple[int, ...]
-    sampling: SamplingSpec
-    max_new_tokens: int
-    stop_token_ids: frozenset[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Cancel:
-    """Nobody wants it any more. Unknown keys are fine."""
-
-    key: str
-
-
-@dataclass(frozen=True, slots=True)
-class Released:
-    """The transfer is over and reads the blocks no longer. Unknown keys are fine."""
-
-    key: str
-
-
-Command = Submit | Cancel | Released
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Admitted:
-    """The prompt has its blocks; the transfer may be offered."""
-
-    key: str
-    blocks: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
-    """The KV of tokens [0, computed_tokens) is in place."""
-
-    key: str
-    computed_tokens: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FirstToken:
-    """The prompt is computed. Times are monotonic seconds of this process."""
-
-    key: str
-    token_id: int
-    finish: FinishReason | None
-    submitted_s: float
-    admitted_s: float
-    computed_s: float
-    chunks: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Failed:
-    """It will not be computed. When `holds_blocks`, `Released` must follow for them to be free."""
-
-    key: str
-    error: DiptychError
-    holds_blocks: bool
-
-
-Event = Admitted | Progress | FirstToken | Failed
+    pass
 
 
 class Stage(Enum):

@@ -15,8 +15,8 @@ from typing import Protocol
 from kvtransfer.errors import TransferAborted, TransferError
 from kvtransfer.offer import Offer
 from kvtransfer.sender import Sender
-from services.errors import AlreadyExists, DeadlineExceeded
-from services.prefill.core import Admitted, Cancel, Command, Event, Failed, FirstToken, Progress, Released, Submit
+from services.errors import AlreadyExists, DeadlineExceeded, DiptychError, HandOffLost
+from services.prefill.messages import Admitted, Cancel, Command, Event, Failed, FirstToken, Progress, Released, Submit
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class PrefillService:
         for event in events:
             job = self._jobs.get(event.key)
             if job is None:
-                log.error("an event of an unknown transfer: %s", event)
+                log.debug("transfer %s is over, its step was not: %s", event.key, event)
                 continue
             match event:
                 case Admitted():
@@ -101,18 +101,24 @@ class PrefillService:
             job.offer = self._sender.offer(event.key, job.tokens, event.blocks, job.limit_s, self._released)
         except TransferError as error:  # released before it was computed: nobody will pull it
             log.info("transfer %s is not offered: %s", event.key, error)
+            self._fail(job, HandOffLost(str(error)))
+            job.released = True
             self._submit(Released(event.key))
 
     def _failed(self, event: Failed, job: _Job) -> None:
-        if not job.first_token.done():
-            job.first_token.set_exception(event.error)
-            job.first_token.exception()  # whoever waited may be gone
+        self._fail(job, event.error)
         if not event.holds_blocks:
             self._jobs.pop(event.key, None)
         elif job.offer:
             job.offer.fail(TransferAborted(f"prefill: {event.error}"))
-        else:
+        else:  # no offer that would say so later
+            del self._jobs[event.key]
             self._submit(Released(event.key))
+
+    def _fail(self, job: _Job, error: DiptychError) -> None:
+        if not job.first_token.done():
+            job.first_token.set_exception(error)
+            job.first_token.exception()  # whoever waited may be gone
 
     def _released(self, transfer_id: str) -> None:
         """The sender reads the blocks no longer. A prompt still being computed fails in the core, which says so."""

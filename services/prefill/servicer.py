@@ -11,11 +11,11 @@ from diptych.v1 import kv_transfer_pb2, kv_transfer_pb2_grpc, prefill_pb2, prefi
 
 from kvtransfer.sender import Sender
 from services.engine.card import ModelCard
-from services.prefill.core import FirstToken, Submit
+from services.prefill.messages import FirstToken, Submit
 from services.prefill.service import PrefillService
-from services.rpc.convert import to_duration, to_seconds
+from services.rpc.convert import to_duration
 from services.telemetry import spans, tracing
-from services.worker.convert import from_sampling, require_sequence, to_finish
+from services.worker.convert import from_limit, from_sampling, require_sequence, to_finish
 from services.worker.identity import Identity
 from services.worker.kv_control import ServingControl
 
@@ -47,7 +47,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             max_new_tokens=sequence.max_new_tokens,
             stop_token_ids=frozenset(sequence.stop_token_ids),
         )
-        first = await self._service.prefill(submit, to_seconds(request.hand_off_limit))
+        first = await self._service.prefill(submit, from_limit(request.hand_off_limit))
         _record(first, len(submit.token_ids))
         return prefill_pb2.PrefillResponse(
             token_id=first.token_id,

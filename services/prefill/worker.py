@@ -8,7 +8,8 @@ from diptych.v1 import kv_transfer_pb2, kv_transfer_pb2_grpc, prefill_pb2, prefi
 
 from kvtransfer.sender import Sender
 from services.prefill.config import PrefillConfig
-from services.prefill.core import Command, Event, PrefillCore
+from services.prefill.core import PrefillCore
+from services.prefill.messages import Command, Event
 from services.prefill.service import PrefillService
 from services.prefill.servicer import KvTransferServicer, PrefillServicer
 from services.rpc.server import RpcServer

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvtransfer.blocks import BlockPool
-from services.decode.core import (
+from services.decode.core import DecodeCore
+from services.decode.messages import (
     Began,
     Cancel,
-    DecodeCore,
     Drained,
     Event,
     Failed,

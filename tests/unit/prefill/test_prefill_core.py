@@ -7,7 +7,8 @@ import pytest
 from kvtransfer.blocks import BlockPool
 from services.engine.sampling import SamplingSpec
 from services.errors import Cancelled, HandOffLost, NotAdmitted
-from services.prefill.core import Admitted, Cancel, Event, Failed, FirstToken, PrefillCore, Progress, Released, Submit
+from services.prefill.core import PrefillCore
+from services.prefill.messages import Admitted, Cancel, Event, Failed, FirstToken, Progress, Released, Submit
 
 BLOCK = 4
 
