@@ -163,15 +163,26 @@ def open_library(*, host: str, cuda: bool) -> Library:
 
 
 def _options(*, host: str, cuda: bool) -> dict[str, str]:
+    """Our settings; the environment wins. On a GPU every transport and RDMA device may serve, but loopback stays so."""
     options = dict(_TCP_OPTIONS)
-    if not cuda:
+    only_tcp = not cuda and "UCX_TLS" not in os.environ
+    if only_tcp:
         options["TLS"] = "tcp"
     if host not in ("0.0.0.0", "::"):
-        options["NET_DEVICES"] = device_of(host)
+        address = _address_of(host)
+        if only_tcp or address.startswith("127."):
+            options["NET_DEVICES"] = device_of(address)
     return options
 
 
-def device_of(host: str) -> str:
+def _address_of(host: str) -> str:
+    try:
+        return socket.gethostbyname(host)
+    except OSError as error:
+        raise TransportUnavailable(f"the host {host} has no address: {error}") from error
+
+
+def device_of(address: str) -> str:
     """The network device that has this IPv4 address. TransportUnavailable: none has."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -179,10 +190,10 @@ def device_of(host: str) -> str:
                 packed = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
             except OSError:
                 continue  # a device without an IPv4 address
-            address = socket.inet_ntoa(packed[20:24])
-            if address == host or (address.startswith("127.") and host.startswith("127.")):
+            own = socket.inet_ntoa(packed[20:24])
+            if own == address or (own.startswith("127.") and address.startswith("127.")):
                 return name
-    raise TransportUnavailable(f"no network device has the address {host}")
+    raise TransportUnavailable(f"no network device has the address {address}")
 
 
 def _import_first(*names: str) -> ModuleType:

@@ -123,3 +123,29 @@ def test_no_library_at_all_is_said(monkeypatch):
 def test_a_foreign_host_is_said():
     with pytest.raises(TransportUnavailable, match=r"203\.0\.113\.9"):
         ucx_library.device_of("203.0.113.9")
+
+
+@pytest.mark.parametrize(
+    ("host", "cuda", "tls", "restricted"),
+    [
+        ("127.0.0.1", False, None, True),
+        ("localhost", False, None, True),  # a name: inside containers services are known by names
+        ("localhost", True, None, True),  # loopback stays loopback, also where RDMA is there
+        ("localhost", False, "rc", True),
+        ("0.0.0.0", False, None, False),
+        ("0.0.0.0", True, None, False),
+    ],
+)
+def test_the_network_device_follows_the_host(ucp, monkeypatch, host, cuda, tls, restricted):
+    monkeypatch.delenv("UCX_TLS", raising=False)
+    if tls:
+        monkeypatch.setenv("UCX_TLS", tls)
+    ucx_library.open_library(host=host, cuda=cuda)
+    ((options, _),) = ucp.inits
+    assert (options.get("NET_DEVICES") == "lo") == restricted
+    assert (options.get("TLS") == "tcp") == (not cuda and not tls)
+
+
+def test_a_host_without_an_address_is_said(ucp):
+    with pytest.raises(TransportUnavailable, match="no-such-host"):
+        ucx_library.open_library(host="no-such-host.invalid", cuda=False)

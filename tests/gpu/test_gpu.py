@@ -1,0 +1,77 @@
+"""The same paths with CUDA: the arena's copies against their NumPy twin, and tokens against `generate`.
+
+Skipped where there is no CUDA device; run on one with `pytest tests/gpu` (needs the `gpu` extra).
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import make_tiny
+from transformers import AutoModelForCausalLM
+
+from kvtransfer.device import Arena, copy_to_host
+from kvtransfer.layout import KvLayout
+from kvtransfer.manifest import plan
+from services.engine.card import read_card
+from services.engine.model import load
+from services.engine.runner import GenericRunner
+from services.engine.sequence import TokenSequence
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+BLOCK_TOKENS, BLOCKS, TOKENS = 16, 24, 100
+LAYOUT = KvLayout(model="m", dtype="bf16", layers=3, kv_heads=2, head_dim=16, block_tokens=BLOCK_TOKENS)
+
+
+@pytest.mark.parametrize("tokens", [1, BLOCK_TOKENS - 1, BLOCK_TOKENS, BLOCK_TOKENS + 1, TOKENS])
+def test_gather_and_scatter_do_on_the_gpu_what_they_do_on_the_cpu(tokens: int) -> None:
+    import cupy
+
+    content = np.random.default_rng(5).integers(0, 2**16, (3, 2, BLOCKS, BLOCK_TOKENS, 2, 16), dtype=np.uint16)
+    source, target = random.Random(1).sample(range(BLOCKS), 7), random.Random(2).sample(range(BLOCKS), 7)
+    arenas = {device: (Arena(LAYOUT, BLOCKS, device), Arena(LAYOUT, BLOCKS, device)) for device in ("cpu", "cuda:0")}
+    for device, (sender, receiver) in arenas.items():
+        sender.array[...] = content if device == "cpu" else cupy.asarray(content)
+        for piece in plan(LAYOUT, BLOCK_TOKENS, tokens, 0).pieces:
+            buffer = sender.staging(piece.bytes)
+            sender.gather(piece, source, buffer)
+            receiver.scatter(piece, target, buffer)
+    twin, device = arenas["cpu"][1].array, arenas["cuda:0"][1].array
+    assert copy_to_host(device.reshape(-1).view(np.uint8)) == twin.tobytes()
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3"])
+def test_greedy_tokens_on_the_gpu_equal_generate(tmp_path: Path, architecture: str) -> None:
+    folder = make_tiny(architecture, tmp_path / architecture)
+    card = read_card(folder, architecture)
+    layout = KvLayout(
+        model="m",
+        dtype="fp32",
+        layers=card.layers,
+        kv_heads=card.kv_heads,
+        head_dim=card.head_dim,
+        block_tokens=BLOCK_TOKENS,
+    )
+    runner = GenericRunner(load(card, dtype="fp32", device="cuda:0"), Arena(layout, BLOCKS, "cuda:0").array)
+    prompt = [5 + i % 300 for i in range(TOKENS)]
+    sequence = TokenSequence(token_ids=list(prompt))
+    sequence.add_blocks(random.Random(3).sample(range(BLOCKS), 8))
+    while len(sequence.token_ids) < TOKENS + 12:
+        piece = sequence.next_slice(37)
+        logits = runner.run([piece])
+        sequence.advance(len(piece.token_ids))
+        if piece.wants_logits:
+            sequence.append(int(logits[0].argmax()))
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to("cuda:0")
+    expected = reference.generate(
+        torch.tensor([prompt], device="cuda:0"), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    assert sequence.token_ids == expected[0].tolist()
