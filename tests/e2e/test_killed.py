@@ -46,7 +46,7 @@ async def serves_again(mesh: Mesh) -> Answer:
 async def test_whoever_is_killed_in_mid_request_nobody_hangs_and_the_mesh_comes_back(start_mesh: StartMesh) -> None:
     mesh = start_mesh()
     expected = (await ask(mesh, request([3, 4, 5] * 20, **LONG))).token_ids
-    for name in ("decode-0", "prefill-0", "scheduler", "gateway"):
+    for name in ("decode-0", "prefill-0", "scheduler", "gateway", "redis"):
         killed = asyncio.Event()
         asked = asyncio.create_task(outcome(mesh, killed, [3, 4, 5] * 20))
         await asyncio.sleep(1.0)  # into decoding
@@ -57,7 +57,7 @@ async def test_whoever_is_killed_in_mid_request_nobody_hangs_and_the_mesh_comes_
         got, noticed_s = await asked
         if isinstance(got, Answer):
             assert got.token_ids == expected, f"{name} was killed and the answer changed"
-            assert name in ("prefill-0", "scheduler")
+            assert name in ("prefill-0", "scheduler", "redis")
         else:
             assert got in ERRORS
             assert noticed_s - at_s < NOTICE_S, f"{name} was killed and nobody was told for {noticed_s - at_s:.1f} s"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import select
@@ -14,6 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from services.decode.config import DecodeConfig
+from services.gateway.config import GatewayConfig
+from services.prefill.config import PrefillConfig
+from services.scheduler.config import SchedulerConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"<!-- test(?P<kind>: background)? -->\n```(?P<language>bash|python)\n(?P<code>.*?)```", re.DOTALL)
@@ -91,6 +97,14 @@ def test_the_first_screen_says_it_all() -> None:
     }
     assert there - {"services/", "kvtransfer/transport/"} <= listed
     assert all((ROOT / folder).is_dir() for folder in listed)
+
+
+def test_the_table_of_flags_names_every_flag_of_every_service_and_no_other() -> None:
+    table = (ROOT / "README.md").read_text().partition("| flag | of |")[2].partition("\n\n")[0]
+    named = re.findall(r"`--([a-z-]+)`", "".join(line.split("|")[1] for line in table.splitlines()[2:]))
+    configs = (GatewayConfig, SchedulerConfig, PrefillConfig, DecodeConfig)
+    there = {field.name.replace("_", "-") for config in configs for field in dataclasses.fields(config)}
+    assert sorted(named) == sorted(there)
 
 
 @pytest.mark.slow

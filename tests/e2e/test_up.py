@@ -32,10 +32,6 @@ def generate(mesh: Mesh, *arguments: str) -> dict[str, object]:
     return values
 
 
-def answers(mesh: Mesh) -> bool:
-    return run("generate", "hi", "--grpc", mesh.grpc, "--max-tokens=2", "--limit-s=20", "--json").returncode == 0
-
-
 def left_of(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
     return psutil.wait_procs(processes, timeout=20)[1]
 
@@ -103,19 +99,6 @@ def test_step_threads_have_the_cores_of_the_plan(mesh: Mesh) -> None:
     if len(available) >= 2:
         assert {available[0]} in pinned
         assert pinned.count({available[0]}) == 1
-
-
-@pytest.mark.slow
-def test_each_process_that_is_killed_comes_back_and_the_mesh_serves_again(start_mesh: StartMesh) -> None:
-    mesh = start_mesh()
-    for name in ("gateway", "scheduler", "prefill-0", "decode-0", "redis"):
-        before = mesh.children()[name].pid
-        mesh.kill(name)
-        mesh.wait_for(lambda name=name, before=before: name in mesh.children() and mesh.children()[name].pid != before)
-        mesh.wait_for(lambda: answers(mesh))
-    family = [psutil.Process(mesh.pid), *mesh.children().values()]
-    assert mesh.stop() == 0
-    assert left_of(family) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

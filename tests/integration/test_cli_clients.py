@@ -106,6 +106,21 @@ def test_generate_streams_the_text_to_stdout_and_the_phases_to_stderr(mesh: Mesh
         assert words in result.stderr.replace("\n", " ")
 
 
+@pytest.mark.parametrize(("pieces", "words"), [(1, "23,040 B in 1 piece over"), (3, "23,040 B in 3 pieces over")])
+def test_pieces_are_counted_in_good_english(mesh: Mesh, pieces: int, words: str) -> None:
+    mesh.script.messages = answer(["x"])
+    mesh.script.messages[-1].finish.phases.transfer.pieces = pieces
+    assert words in run("generate", "What?", "--grpc", mesh.address).stderr
+
+
+@pytest.mark.parametrize("limit_s", ["0", "-1"])
+def test_a_limit_that_is_over_already_is_refused_by_name(mesh: Mesh, limit_s: str) -> None:
+    """It was sent, and answered with an unexplained DEADLINE_EXCEEDED."""
+    result = run("generate", "What?", "--grpc", mesh.address, "--limit-s", limit_s)
+    assert result.exit_code == 2 and "--limit-s" in result.stderr
+    assert mesh.script.requests == []
+
+
 def test_generate_json_is_one_line_with_text_usage_and_phases(mesh: Mesh) -> None:
     mesh.script.messages = answer(["Pa", "ris"])
     result = run("generate", "What?", "--grpc", mesh.address, "--json")

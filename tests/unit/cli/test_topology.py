@@ -57,3 +57,28 @@ def test_every_flag_is_one_that_the_service_knows(child: str, module: str, confi
     assert isinstance(loaded, ServiceConfig)
     assert loaded.host == "127.0.0.1"
     assert loaded.port == {"gateway": 1001, "scheduler": 1003}.get(service, 0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "named"),
+    [
+        (["--port=abc"], {}, "--port"),
+        (["--port=70000"], {}, "--port"),
+        (["--nope"], {}, "--nope"),
+        ([], {"DIPTYCH_PORT": "zzz"}, "DIPTYCH_PORT"),
+    ],
+)
+def test_a_bad_value_is_one_line_that_names_it(
+    flags: list[str],
+    environ: dict[str, str],
+    named: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for key, value in environ.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(SystemExit) as raised:
+        load(ServiceConfig, "scheduler", "", flags)
+    assert raised.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("scheduler: ") and said.count("\n") == 1 and named in said

@@ -22,6 +22,14 @@ def test_a_port_in_use_is_named_with_its_flag() -> None:
             claim_ports({"grpc_port": port})
 
 
+def test_help_names_the_defaults() -> None:
+    """They were shown by the services and not by the command that people start with."""
+    words = " ".join(CliRunner().invoke(up, ["--help"]).stdout.split())
+    assert all(
+        f"default: {value}" in words for value in ("smollm2", "1", "50051", "8000", "50052", "bf16", "256", "512")
+    )
+
+
 def test_a_port_wanted_twice_is_refused() -> None:
     port = claim_ports({"grpc_port": 0})["grpc_port"]
     with pytest.raises(StartError, match="--http-port"):

@@ -17,6 +17,7 @@ from services.gateway.request import (
     Slo,
     TextPrompt,
     TokenPrompt,
+    check_length,
     fit,
     validate,
 )
@@ -193,3 +194,18 @@ def test_a_prompt_that_is_neither_is_refused(prompt: str) -> None:
     with pytest.raises(DiptychError) as raised:
         check(replace(parse(CompletionBody, f'{{"model":"m","prompt":{prompt}}}'.encode()).to_request(), model=""))
     assert isinstance(raised.value, InvalidArgument) and raised.value.field == "prompt"
+
+
+@pytest.mark.parametrize("longest_token", [1, 13])
+def test_a_text_that_no_tokens_could_make_fit_is_refused_before_it_is_tokenized(longest_token: int) -> None:
+    def of(length: int) -> tuple[Prompt, ...]:
+        half = Message(role="user", content="x" * (length // 2))
+        rest = Message(role="user", content="x" * (length - length // 2))
+        return TextPrompt(field="text", text="x" * length), ChatPrompt(field="text", messages=[half, rest])
+
+    limit = 100 * longest_token
+    for prompt in (*of(limit), TokenPrompt(field="t", token_ids=range(limit + 1))):
+        check_length(prompt, longest_token=longest_token, context_tokens=100)
+    for prompt in of(limit + 1):
+        with pytest.raises(InvalidArgument, match=f"text: {limit + 1} characters cannot fit .* 100 tokens"):
+            check_length(prompt, longest_token=longest_token, context_tokens=100)

@@ -41,6 +41,13 @@ def test_text_and_chat_become_the_tokens_that_transformers_makes(folder: Path) -
     assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
 
 
+def test_the_longest_token_bounds_what_any_token_covers(folder: Path) -> None:
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer.longest_token == max(map(len, AutoTokenizer.from_pretrained(folder).get_vocab()))
+    text = "<|im_start|> assistant 日本 🎉" * 20
+    assert len(text) <= tokenizer.longest_token * len(tokenizer.encode(TextPrompt(field="text", text=text)))
+
+
 def test_templates_have_what_transformers_gives_them(folder: Path, tmp_path: Path) -> None:
     template = """{%- for m in messages %}
     {%- if m.role == 'system' %}{% continue %}{% endif %}
