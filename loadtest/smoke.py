@@ -16,6 +16,8 @@ from services.cli.launch import launched
 from services.cli.tables import table_console
 from services.errors import StartError
 
+POSITIVE = click.FloatRange(0, min_open=True)
+
 
 @click.command()
 @click.option("--grpc", "address", default="", help="A running mesh, HOST:PORT; empty starts one for the run.")
@@ -23,10 +25,10 @@ from services.errors import StartError
 @click.option("--decode", default=1, show_default=True, type=click.IntRange(1), help="Of the mesh that is started.")
 @click.option("--model", default="smollm2", show_default=True, help="Of the mesh that is started.")
 @click.option("--dtype", default="bf16", show_default=True, type=click.Choice(["bf16", "fp32"]), help="Likewise.")
-@click.option("--seconds", default=60.0, show_default=True, help="How long requests arrive.")
-@click.option("--rate", default=0.5, show_default=True, help="Requests a second, on average (Poisson).")
+@click.option("--seconds", default=60.0, type=click.FloatRange(0), show_default=True, help="How long requests arrive.")
+@click.option("--rate", default=0.5, type=POSITIVE, show_default=True, help="Requests a second, on average (Poisson).")
 @click.option("--seed", default=0, show_default=True, help="The same seed sends the same requests at the same times.")
-@click.option("--limit-s", default=60.0, show_default=True, help="When a client gives up.")
+@click.option("--limit-s", default=60.0, type=POSITIVE, show_default=True, help="When a client gives up.")
 @click.option("--json", "as_json", is_flag=True, help="One line of JSON instead of the table.")
 def smoke(
     address: str,
@@ -45,10 +47,10 @@ def smoke(
     Exit status 1 when a request failed.
     """
     planned = plan(rate, seconds, seed)
-    title = f"smoke, {rate} requests/s"
+    title = f"smoke, {rate:g} requests/s"
     with ExitStack() as stack:
         if not address:
-            title += f", {prefill} prefill and {decode} decode workers"
+            title += f", {prefill} prefill + {decode} decode"
             arguments = [f"--prefill={prefill}", f"--decode={decode}", f"--model={model}", f"--dtype={dtype}"]
             try:
                 address = stack.enter_context(launched([*arguments, "--log-level=warning"])).grpc

@@ -7,6 +7,7 @@ wins. A value of the wrong type or out of range refuses to start and names itsel
 from __future__ import annotations
 
 import dataclasses
+import sys
 import typing
 from collections.abc import Sequence
 from typing import TypeVar
@@ -81,7 +82,7 @@ def _run(command: click.Command, service: str, argv: Sequence[str] | None) -> No
     try:
         exit_code = command.main(args=None if argv is None else list(argv), prog_name=prog, standalone_mode=False)
     except click.ClickException as error:
-        error.show()
+        print(f"{service}: {error.format_message()}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
     if isinstance(exit_code, int):  # --help
         raise SystemExit(exit_code)

@@ -65,7 +65,8 @@ class Puller:
         try:
             await stub.Release(request, timeout=_RELEASE_LIMIT_S)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-            log.info("release of %s at %s failed: %s", hand_off.transfer_id, hand_off.sender.name, error)
+            reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
+            log.info("release of %s at %s failed: %s", hand_off.transfer_id, hand_off.sender.name, reason)
 
 
 def _as_lost(error: TransferError, hand_off: HandOff) -> HandOffLost:

@@ -16,6 +16,7 @@ from services.decode.service import DecodeService, Stream
 from services.engine.card import ModelCard
 from services.errors import DiptychError
 from services.rpc.convert import to_duration
+from services.rpc.server import RpcServer
 from services.telemetry import spans, tracing
 from services.worker.convert import from_limit, from_sampling, require_sequence, to_finish
 from services.worker.identity import Identity
@@ -26,8 +27,14 @@ DecodeContext: TypeAlias = "grpc.aio.ServicerContext[decode_pb2.DecodeRequest, d
 class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     """DecodeService."""
 
+    NAME = decode_pb2.DESCRIPTOR.services_by_name["DecodeService"].full_name
+
     def __init__(self, service: DecodeService, identity: Identity, card: ModelCard) -> None:
         self._service, self._identity, self._card = service, identity, card
+
+    def register(self, server: RpcServer) -> None:
+        """Adds itself to a server."""
+        server.add(decode_pb2_grpc.add_DecodeServiceServicer_to_server, self)
 
     async def Decode(  # noqa: N802 - the proto's name
         self, request: decode_pb2.DecodeRequest, context: DecodeContext

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-from diptych.v1 import decode_pb2, decode_pb2_grpc
-
 from kvtransfer.receiver import Receiver
 from services.decode.config import DecodeConfig
 from services.decode.core import DecodeCore
@@ -13,10 +11,7 @@ from services.decode.hand_off import Puller
 from services.decode.messages import Command, Event
 from services.decode.service import DecodeService
 from services.decode.servicer import DecodeServicer
-from services.rpc.server import RpcServer
 from services.worker.process import Part, Parts, serve
-
-SERVICE_NAMES = (decode_pb2.DESCRIPTOR.services_by_name["DecodeService"].full_name,)
 
 
 def assemble(parts: Parts) -> Part[Command, Event]:
@@ -30,15 +25,11 @@ def assemble(parts: Parts) -> Part[Command, Event]:
         max_batch=parts.config.max_batch,
     )
 
-    def register(rpc: RpcServer) -> None:
-        servicer = DecodeServicer(service, parts.identity, parts.card)
-        rpc.add(decode_pb2_grpc.add_DecodeServiceServicer_to_server, servicer)
-
     return Part(
         core=core,
         deliver=service.deliver,
         attach=service.attach,
-        register=register,
+        servicers=(DecodeServicer(service, parts.identity, parts.card),),
         outstanding=lambda: service.outstanding,
         aclose=receiver.aclose,
     )
@@ -46,4 +37,4 @@ def assemble(parts: Parts) -> Part[Command, Event]:
 
 async def serve_worker(config: DecodeConfig, stop: asyncio.Event) -> None:
     """Runs one decode worker until `stop`."""
-    await serve(config, "decode", service_names=SERVICE_NAMES, nice=0, assemble=assemble, stop=stop)
+    await serve(config, "decode", service_names=[DecodeServicer.NAME], nice=0, assemble=assemble, stop=stop)

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from services.errors import Cancelled, DiptychError, Unavailable
+from services.errors import DiptychError, Unavailable
 from services.gateway.generate import Event, Life, Mesh
 from services.gateway.request import GenerationRequest
 
@@ -57,7 +57,8 @@ class EventStream:
         if task is None or not task.done():
             return
         if task.cancelled():
-            raise Cancelled("the request was cancelled")
+            # Not by the client, who is listening: `drain` cut it off.
+            raise Unavailable("the gateway is shutting down")
         if (error := task.exception()) is not None:
             raise error
 

@@ -33,7 +33,7 @@ from services.gateway.placement import (
     Worker,
 )
 from services.gateway.recovery import Recovery
-from services.gateway.request import GenerationRequest, fit, validate
+from services.gateway.request import GenerationRequest, check_length, fit, validate
 from services.gateway.text import Tokenizer
 from services.telemetry import context, spans
 from services.telemetry.tracing import tracer
@@ -150,6 +150,8 @@ class Life:
     async def _tokenize(self) -> None:
         model, request = self._mesh.model, self._request
         validate(request, model=model.name, vocab=model.vocab)
+        longest_token = self._mesh.tokenizer.longest_token
+        check_length(request.prompt, longest_token=longest_token, context_tokens=model.context_tokens)
         self._answer = Answer(
             decode=self._mesh.tokenizer.decode,
             stops=request.stop,

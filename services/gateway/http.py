@@ -17,6 +17,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from fastapi.telemetry import TelemetryConfig
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.errors import Cancelled, DiptychError, InvalidArgument, NotAdmitted
@@ -124,7 +125,8 @@ class Answering(Response):
             model=self._gateway.mesh.model.name,
         )
         answer = self._streamed if self._body.stream else self._whole
-        await until_disconnect(receive, answer(shape, scope, receive, send))
+        if not await ended_before_disconnect(receive, answer(shape, scope, receive, send)):
+            log.info("%s: the client went away", scope["path"])
 
     async def _whole(self, shape: Shape, scope: Scope, receive: Receive, send: Send) -> None:
         text: list[str] = []
@@ -168,8 +170,11 @@ class Answering(Response):
         return data
 
 
-async def until_disconnect(receive: Receive, work: Coroutine[None, None, None]) -> None:
-    """Runs `work`; the client's going away cancels it. The request's body must have been read."""
+async def ended_before_disconnect(receive: Receive, work: Coroutine[None, None, None]) -> bool:
+    """Runs `work`; the client's going away cancels it. The request's body must have been read.
+
+    An error would be no use: nobody is there to be told.
+    """
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -179,8 +184,9 @@ async def until_disconnect(receive: Receive, work: Coroutine[None, None, None]) 
     try:
         await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise Cancelled("the client went away")
+            return False
         working.result()
+        return True
     finally:
         for task in (working, watching):
             task.cancel()
@@ -201,6 +207,8 @@ async def _body(request: Request) -> bytes:
                 body += part
                 if len(body) > MAX_MESSAGE_BYTES:
                     raise InvalidArgument("", f"the body is longer than {MAX_MESSAGE_BYTES} bytes")
+    except ClientDisconnect:
+        raise Cancelled("the client went away before its whole body had come") from None
     except TimeoutError:
         raise InvalidArgument("", f"the body did not arrive within {_BODY_LIMIT_S:g} s") from None
     return bytes(body)

@@ -110,6 +110,24 @@ def validate(request: GenerationRequest, *, model: str, vocab: int) -> None:
             raise InvalidArgument(name, f"{len(value)} characters are more than {MAX_NAME_CHARS}")
 
 
+def check_length(prompt: Prompt, *, longest_token: int, context_tokens: int) -> None:
+    """Raises InvalidArgument for a text that cannot fit the context, whatever its tokens are.
+
+    Tokenizing takes seconds a megabyte and cannot be stopped. `longest_token`: characters of the model's longest token.
+    """
+    match prompt:
+        case TextPrompt():
+            length = len(prompt.text)
+        case ChatPrompt():
+            length = sum(len(message.content) for message in prompt.messages)
+        case TokenPrompt():
+            return
+    if length > longest_token * context_tokens:
+        raise InvalidArgument(
+            prompt.field, f"{length} characters cannot fit into the context of {context_tokens} tokens"
+        )
+
+
 def fit(prompt: Prompt, prompt_tokens: int, max_tokens: int, *, context_tokens: int) -> int:
     """Tokens that may be generated. Raises InvalidArgument when prompt and max_tokens do not fit the context."""
     if prompt_tokens == 0:

@@ -30,6 +30,8 @@ class Tokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
+        self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)
+        """Characters of the longest token; byte-level vocabularies count bytes, which are no fewer."""
         self._special_tokens = special_tokens
         self._template = _environment().from_string(chat_template) if chat_template else None
 

@@ -14,6 +14,7 @@ from services.engine.card import ModelCard
 from services.prefill.messages import FirstToken, Submit
 from services.prefill.service import PrefillService
 from services.rpc.convert import to_duration
+from services.rpc.server import RpcServer
 from services.telemetry import spans, tracing
 from services.worker.convert import from_limit, from_sampling, require_sequence, to_finish
 from services.worker.identity import Identity
@@ -30,8 +31,14 @@ PULL_LIMIT_S = 600.0
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     """PrefillService."""
 
+    NAME = prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"].full_name
+
     def __init__(self, service: PrefillService, identity: Identity, card: ModelCard) -> None:
         self._service, self._identity, self._card = service, identity, card
+
+    def register(self, server: RpcServer) -> None:
+        """Adds itself to a server."""
+        server.add(prefill_pb2_grpc.add_PrefillServiceServicer_to_server, self)
 
     async def Prefill(  # noqa: N802 - the proto's name
         self, request: prefill_pb2.PrefillRequest, context: PrefillContext
@@ -61,8 +68,14 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
 class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
     """KvTransferService over kvtransfer's sender."""
 
+    NAME = kv_transfer_pb2.DESCRIPTOR.services_by_name["KvTransferService"].full_name
+
     def __init__(self, sender: Sender, identity: Identity) -> None:
         self._sender, self._identity = sender, identity
+
+    def register(self, server: RpcServer) -> None:
+        """Adds itself to a server."""
+        server.add(kv_transfer_pb2_grpc.add_KvTransferServiceServicer_to_server, self)
 
     async def Pull(  # noqa: N802
         self, request_iterator: AsyncIterator[kv_transfer_pb2.PullRequest], context: PullContext

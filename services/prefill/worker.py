@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
-from diptych.v1 import kv_transfer_pb2, kv_transfer_pb2_grpc, prefill_pb2, prefill_pb2_grpc
-
 from kvtransfer.sender import Sender
 from services.prefill.config import PrefillConfig
 from services.prefill.core import PrefillCore
 from services.prefill.messages import Command, Event
 from services.prefill.service import PrefillService
 from services.prefill.servicer import KvTransferServicer, PrefillServicer
-from services.rpc.server import RpcServer
 from services.worker.process import Part, Parts, serve
-
-SERVICE_NAMES = (
-    prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"].full_name,
-    kv_transfer_pb2.DESCRIPTOR.services_by_name["KvTransferService"].full_name,
-)
 
 NICE = 10
 """On a shared CPU decode's steps come first; a prompt that takes a little longer disturbs nobody's stream."""
@@ -35,17 +27,12 @@ def assemble(parts: Parts) -> Part[Command, Event]:
         max_batch=parts.config.max_batch,
     )
 
-    def register(rpc: RpcServer) -> None:
-        prefill = PrefillServicer(service, parts.identity, parts.card)
-        rpc.add(prefill_pb2_grpc.add_PrefillServiceServicer_to_server, prefill)
-        transfer = KvTransferServicer(sender, parts.identity)
-        rpc.add(kv_transfer_pb2_grpc.add_KvTransferServiceServicer_to_server, transfer)
-
+    prefill = PrefillServicer(service, parts.identity, parts.card)
     return Part(
         core=core,
         deliver=service.deliver,
         attach=service.attach,
-        register=register,
+        servicers=(prefill, KvTransferServicer(sender, parts.identity)),
         outstanding=lambda: service.outstanding,
         aclose=sender.aclose,
     )
@@ -53,4 +40,11 @@ def assemble(parts: Parts) -> Part[Command, Event]:
 
 async def serve_worker(config: PrefillConfig, stop: asyncio.Event) -> None:
     """Runs one prefill worker until `stop`."""
-    await serve(config, "prefill", service_names=SERVICE_NAMES, nice=NICE, assemble=assemble, stop=stop)
+    await serve(
+        config,
+        "prefill",
+        service_names=[PrefillServicer.NAME, KvTransferServicer.NAME],
+        nice=NICE,
+        assemble=assemble,
+        stop=stop,
+    )

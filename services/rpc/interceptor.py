@@ -9,8 +9,9 @@ from typing import TypeAlias, cast
 
 import grpc
 import grpc.aio
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
+from services.errors import InvalidArgument
 from services.rpc.errors import abort_with, status_of
 from services.telemetry import context as call_context
 
@@ -34,26 +35,35 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         if handler is None or handler_call_details.method.startswith("/grpc."):
             return handler
         method = handler_call_details.method.rsplit("/", 1)[-1]
+        read, write = handler.request_deserializer, handler.response_serializer
+        if handler.request_streaming:
+            stream = _stream(cast(Stream, handler.stream_stream), method)
+            return grpc.stream_stream_rpc_method_handler(stream, read, write)
+        # One request is parsed in the wrapper: grpc calls a message that is none UNKNOWN and logs a traceback for it.
         if handler.response_streaming:
-            make = (
-                grpc.stream_stream_rpc_method_handler
-                if handler.request_streaming
-                else grpc.unary_stream_rpc_method_handler
-            )
-            behaviour = cast(Stream, handler.stream_stream if handler.request_streaming else handler.unary_stream)
-            return make(_stream(behaviour, method), handler.request_deserializer, handler.response_serializer)
-        return grpc.unary_unary_rpc_method_handler(
-            _unary(cast(Unary, handler.unary_unary), method),
-            handler.request_deserializer,
-            handler.response_serializer,
-        )
+            stream = _stream(cast(Stream, handler.unary_stream), method, _parser(read))
+            return grpc.unary_stream_rpc_method_handler(stream, None, write)
+        unary = _unary(cast(Unary, handler.unary_unary), method, _parser(read))
+        return grpc.unary_unary_rpc_method_handler(unary, None, write)
 
 
-def _unary(behaviour: Unary, method: str) -> Unary:
+def _parser(read: Callable[[bytes], Message] | None) -> Callable[[object], Message]:
+    def parse(request: object) -> Message:
+        if read is None or not isinstance(request, bytes):
+            raise TypeError(f"a request must come as bytes, not {type(request).__name__}")
+        try:
+            return read(request)
+        except DecodeError as error:
+            raise InvalidArgument("", f"the message cannot be read: {error}") from None
+
+    return parse
+
+
+def _unary(behaviour: Unary, method: str, parse: Callable[[object], Message]) -> Unary:
     async def call(request: Message, context: Context) -> Message:
         with call_context.entered(context.invocation_metadata()):
             try:
-                return await behaviour(request, context)
+                return await behaviour(parse(request), context)
             except grpc.aio.AbortError:
                 raise
             except Exception as error:  # noqa: BLE001 - the outermost edge of the call
@@ -63,11 +73,12 @@ def _unary(behaviour: Unary, method: str) -> Unary:
     return call
 
 
-def _stream(behaviour: Stream, method: str) -> Stream:
+def _stream(behaviour: Stream, method: str, parse: Callable[[object], Message] | None = None) -> Stream:
     async def call(request: Message | AsyncIterator[Message], context: Context) -> AsyncIterator[Message]:
         with call_context.entered(context.invocation_metadata()):
-            messages = behaviour(request, context)
+            messages: AsyncIterator[Message] | None = None
             try:
+                messages = behaviour(parse(request) if parse else request, context)
                 async for message in messages:
                     yield message
             except grpc.aio.AbortError:
@@ -76,7 +87,8 @@ def _stream(behaviour: Stream, method: str) -> Stream:
                 _log(method, error)
                 await abort_with(context, error)
             finally:
-                await messages.aclose()  # type: ignore[attr-defined]  # an async generator; frees what it holds now
+                if messages is not None:
+                    await messages.aclose()  # type: ignore[attr-defined]  # an async generator; frees what it holds now
 
     return call
 

@@ -2,8 +2,10 @@
 
 Message limit 16 MiB: a prompt of a million token ids is 4–5 MB; KV never goes through gRPC. Keepalive: a peer whose
 machine vanished is noticed within `KEEPALIVE_MS + KEEPALIVE_TIMEOUT_MS`; a killed process is noticed at once by its
-closed socket. The server allows pings as often as our clients send them: without
-`grpc.http2.min_ping_interval_without_data_ms` it would end idle streams with too_many_pings.
+closed socket. A process that stands still keeps its socket open and its kernel answers for it: only the missing answer
+to a ping tells, for which gRPC waits a minute unless `grpc.http2.ping_timeout_ms` says less. The server allows pings as
+often as our clients send them: without `grpc.http2.min_ping_interval_without_data_ms` it would end idle streams with
+too_many_pings.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ CHANNEL_OPTIONS: Options = [
     *_BOTH,
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+    ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),
     ("grpc.keepalive_permit_without_calls", 0),
     ("grpc.enable_retries", 0),  # retries are the gateway's decision
     ("grpc.initial_reconnect_backoff_ms", 100),

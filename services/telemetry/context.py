@@ -59,3 +59,5 @@ def set_up_logging(service: str, level: str) -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     for noisy in ("httpx", "uvicorn.access", "asyncio"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    # It says that an export failed, once for each, and not for each of its tries.
+    logging.getLogger("opentelemetry.exporter").setLevel(logging.ERROR)

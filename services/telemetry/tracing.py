@@ -11,6 +11,9 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased
 
+# A process that ends sends its last spans first: a collector that is away may hold it up for so long.
+EXPORT_LIMIT_S = 2
+
 Attributes = Mapping[str, str | int | float | bool]
 
 
@@ -22,7 +25,7 @@ def set_up(service: str, name: str, endpoint: str) -> TracerProvider | None:
 
     resource = Resource.create({"service.name": f"diptych-{service}", "service.instance.id": name})
     provider = TracerProvider(resource=resource, sampler=ParentBased(ALWAYS_ON))
-    exporter = OTLPSpanExporter(endpoint=endpoint, insecure=not endpoint.startswith("https"))
+    exporter = OTLPSpanExporter(endpoint=endpoint, insecure=not endpoint.startswith("https"), timeout=EXPORT_LIMIT_S)
     provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=500))
     trace.set_tracer_provider(provider)
     return provider

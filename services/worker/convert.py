@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from diptych.v1 import request_pb2, worker_pb2
+from google.protobuf.duration_pb2 import Duration
 
 from kvtransfer.layout import DType, KvLayout
 from services.engine.sampling import SamplingSpec
 from services.engine.sequence import FinishReason
-from services.errors import InvalidArgument
+from services.errors import DeadlineExceeded, InvalidArgument
+from services.rpc.convert import to_seconds
+
+MAX_HAND_OFF_S = 3600.0
 
 _FINISH: dict[FinishReason, request_pb2.FinishReason.ValueType] = {
     "stop": request_pb2.FINISH_REASON_STOP,
@@ -58,6 +62,16 @@ def require_sequence(sequence: request_pb2.Sequence, vocab: int, context_tokens:
     most = len(sequence.token_ids) + sequence.max_new_tokens
     if most > context_tokens:
         raise InvalidArgument("sequence.max_new_tokens", f"{most} tokens in all exceed the context of {context_tokens}")
+
+
+def from_limit(limit: Duration) -> float:
+    """Seconds that a hand-off may take. Raises DeadlineExceeded when none are left, InvalidArgument for too many."""
+    seconds = to_seconds(limit)
+    if seconds <= 0:
+        raise DeadlineExceeded("no time is left for the hand-off")
+    if seconds > MAX_HAND_OFF_S:  # KV that nobody comes for occupies memory until then
+        raise InvalidArgument("hand_off_limit", f"{seconds:g} s are more than {MAX_HAND_OFF_S:g}")
+    return seconds
 
 
 def to_layout(layout: KvLayout) -> worker_pb2.KvLayout:

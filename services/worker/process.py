@@ -11,7 +11,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar, cast
+from typing import Generic, Literal, Protocol, TypeVar, cast
 
 from kvtransfer.blocks import BlockPool
 from kvtransfer.device import Arena
@@ -62,6 +62,13 @@ class Parts:
     channels: Channels
 
 
+class Servicer(Protocol):
+    """A gRPC service of a worker."""
+
+    def register(self, server: RpcServer) -> None:
+        """Adds itself to a server."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part(Generic[CommandT, EventT]):
     """What a role adds: its core, its shell's ends, its gRPC services."""
@@ -69,7 +76,7 @@ class Part(Generic[CommandT, EventT]):
     core: StepCore[CommandT, EventT]
     deliver: Callable[[list[EventT]], None]
     attach: Callable[[StepThread[CommandT, EventT]], None]
-    register: Callable[[RpcServer], None]
+    servicers: Sequence[Servicer]
     outstanding: Callable[[], int]
     aclose: Callable[[], Awaitable[None]]
 
@@ -108,7 +115,8 @@ async def serve(
             nice=nice,
         )
         part.attach(thread)
-        part.register(rpc)
+        for servicer in part.servicers:
+            servicer.register(rpc)
         thread.start()
         stack.push_async_callback(thread.stop, 2.0)
         stack.push_async_callback(part.aclose)
