@@ -34,6 +34,7 @@ CHANNEL_OPTIONS: Options = [
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
     ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),
     ("grpc.keepalive_permit_without_calls", 0),
+    ("grpc.client_idle_timeout_ms", 60_000),  # a dead worker is not called again, and not reconnected to for ever
     ("grpc.enable_retries", 0),  # retries are the gateway's decision
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),

@@ -18,4 +18,6 @@ class SchedulerConfig(ServiceConfig):
         "Whether a decode worker computes a prompt when no prefill worker can: auto (it does) or never.",
         choices=("auto", "never"),
     )
-    hand_off_limit_s: float = setting(120.0, "Longest time for a prefill and its hand-off, in seconds.", minimum=0.1)
+    hand_off_limit_s: float = setting(
+        120.0, "Longest time for a prefill and its hand-off, in seconds.", minimum=0.1, maximum=3600
+    )

@@ -91,6 +91,8 @@ async def serve(
     stop: asyncio.Event,
 ) -> None:
     """Runs one worker until `stop`. StartError says in one line why it cannot start."""
+    step_cores = sorted(parse_cores(config.step_cores, "step-cores"))
+    other_cores = parse_cores(config.other_cores, "other-cores")
     rpc = RpcServer(config.host, config.port, service_names)
     port = rpc.bind()
     identity = Identity(config.name or f"{role}-{port}", f"{config.host}:{port}")
@@ -103,7 +105,7 @@ async def serve(
         stack.push_async_callback(store.aclose)
         await store.connect()
         parts, executor = await _equip(config, identity, stack)
-        keep_to_cores(parse_cores(config.other_cores, "other-cores"))
+        keep_to_cores(other_cores)
         part = assemble(parts)
         crash: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         thread = StepThread(
@@ -111,7 +113,7 @@ async def serve(
             executor,
             deliver=part.deliver,
             on_crash=crash.set_exception,
-            cores=sorted(parse_cores(config.step_cores, "step-cores")),
+            cores=step_cores,
             nice=nice,
         )
         part.attach(thread)

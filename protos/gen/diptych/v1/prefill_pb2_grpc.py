@@ -49,7 +49,7 @@ class PrefillServiceServicer:
     def Prefill(self, request, context):
         """Computes the prompt, samples the first token and keeps the KV for the receiver named by transfer_id until it has
         acknowledged (KvTransferService.Pull), Release is called or the hand-off limit ends. If the first token ends the request, the receiver is told and the KV is freed.
-        Not idempotent: a transfer_id is used once (ALREADY_EXISTS). FAILED_PRECONDITION: another incarnation was meant, or the worker drains. RESOURCE_EXHAUSTED: the prompt can never fit into its memory.
+        Not idempotent: a transfer_id is used once (ALREADY_EXISTS while it lives, ABORTED once it is over). FAILED_PRECONDITION: another incarnation was meant, or the worker drains. RESOURCE_EXHAUSTED: the prompt can never fit into its memory.
         Cancelling frees everything that no receiver has started to pull, and fails the receiver with ABORTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -36,7 +36,7 @@ class PrefillServiceStub:
     Prefill: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillResponse]
     """Computes the prompt, samples the first token and keeps the KV for the receiver named by transfer_id until it has
     acknowledged (KvTransferService.Pull), Release is called or the hand-off limit ends. If the first token ends the request, the receiver is told and the KV is freed.
-    Not idempotent: a transfer_id is used once (ALREADY_EXISTS). FAILED_PRECONDITION: another incarnation was meant, or the worker drains. RESOURCE_EXHAUSTED: the prompt can never fit into its memory.
+    Not idempotent: a transfer_id is used once (ALREADY_EXISTS while it lives, ABORTED once it is over). FAILED_PRECONDITION: another incarnation was meant, or the worker drains. RESOURCE_EXHAUSTED: the prompt can never fit into its memory.
     Cancelling frees everything that no receiver has started to pull, and fails the receiver with ABORTED.
     """
 
@@ -48,7 +48,7 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
     Prefill: _aio.UnaryUnaryMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillResponse]  # type: ignore[assignment]
     """Computes the prompt, samples the first token and keeps the KV for the receiver named by transfer_id until it has
     acknowledged (KvTransferService.Pull), Release is called or the hand-off limit ends. If the first token ends the request, the receiver is told and the KV is freed.
-    Not idempotent: a transfer_id is used once (ALREADY_EXISTS). FAILED_PRECONDITION: another incarnation was meant, or the worker drains. RESOURCE_EXHAUSTED: the prompt can never fit into its memory.
+    Not idempotent: a transfer_id is used once (ALREADY_EXISTS while it lives, ABORTED once it is over). FAILED_PRECONDITION: another incarnation was meant, or the worker drains. RESOURCE_EXHAUSTED: the prompt can never fit into its memory.
     Cancelling frees everything that no receiver has started to pull, and fails the receiver with ABORTED.
     """
 
@@ -63,7 +63,7 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_prefill_pb2.PrefillResponse, _abc.Awaitable[_prefill_pb2.PrefillResponse]]:
         """Computes the prompt, samples the first token and keeps the KV for the receiver named by transfer_id until it has
         acknowledged (KvTransferService.Pull), Release is called or the hand-off limit ends. If the first token ends the request, the receiver is told and the KV is freed.
-        Not idempotent: a transfer_id is used once (ALREADY_EXISTS). FAILED_PRECONDITION: another incarnation was meant, or the worker drains. RESOURCE_EXHAUSTED: the prompt can never fit into its memory.
+        Not idempotent: a transfer_id is used once (ALREADY_EXISTS while it lives, ABORTED once it is over). FAILED_PRECONDITION: another incarnation was meant, or the worker drains. RESOURCE_EXHAUSTED: the prompt can never fit into its memory.
         Cancelling frees everything that no receiver has started to pull, and fails the receiver with ABORTED.
         """
 
