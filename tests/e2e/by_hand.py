@@ -11,6 +11,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from meshes import Mesh
@@ -18,6 +19,19 @@ from meshes import Mesh
 from services.cli.up import claim_ports
 
 READY_LIMIT_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class HandMade:
+    """A mesh, the folder of its logs (one file a service), and its processes."""
+
+    mesh: Mesh
+    logs: Path
+    processes: dict[str, subprocess.Popen[bytes]]
+
+    def end(self, name: str) -> None:
+        """Lets one process drain and end; nobody brings it back."""
+        _end(self.processes[name])
 
 
 @contextmanager
@@ -29,8 +43,8 @@ def services_by_hand(
     worker: Sequence[str] = ("--dtype=fp32",),
     prefill_env: Mapping[str, str] | None = None,
     expect_prefill: int = 1,
-) -> Iterator[tuple[Mesh, Path]]:
-    """A mesh of one of each, ended with the block, and the folder of their logs.
+) -> Iterator[HandMade]:
+    """A mesh of one of each, ended with the block.
 
     `prefill_env`: variables for the prefill worker alone; `expect_prefill` 0: it need not come up.
     """
@@ -50,6 +64,7 @@ def services_by_hand(
     ]
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        processes: dict[str, subprocess.Popen[bytes]] = {}
         for name, flags, env in commands:
             log = stack.enter_context((folder / name).open("w"))
             process = subprocess.Popen(
@@ -59,6 +74,7 @@ def services_by_hand(
                 stdout=log,
             )
             stack.callback(_end, process)
+            processes[name] = process
         http = f"http://127.0.0.1:{ports['http']}"
         _await_ready(http, folder)
         mesh = Mesh(
@@ -69,7 +85,7 @@ def services_by_hand(
             model=model,
             stop=lambda: 0,
         )
-        yield mesh, folder
+        yield HandMade(mesh=mesh, logs=folder, processes=processes)
 
 
 def _await_ready(http: str, logs: Path) -> None:

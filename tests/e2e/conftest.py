@@ -46,8 +46,8 @@ def tiny_llama(tiny_model: Callable[[str], str]) -> str:
 
 @pytest.fixture(scope="session")
 def mesh(tiny_llama: str) -> Iterator[Mesh]:
-    """A mesh of one prefill and one decode worker in fp32, shared by tests that break nothing."""
-    shared = start(tiny_llama)
+    """A mesh of one prefill and one decode worker in fp32, shared by tests that break nothing. Chunks are small."""
+    shared = start(tiny_llama, extra=["--chunk-tokens=64"])
     yield shared
     shared.stop()
 

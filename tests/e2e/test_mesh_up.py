@@ -101,14 +101,14 @@ def test_step_threads_have_the_cores_of_the_plan(mesh: Mesh) -> None:
         assert pinned.count({available[0]}) == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_drains_and_leaves_nothing(start_mesh: StartMesh, folder: Path, number: signal.Signals) -> None:
+def test_a_signal_drains_and_leaves_nothing(start_mesh: StartMesh, folder: Path) -> None:
+    """SIGINT here; every other mesh of these tests is stopped with SIGTERM."""
     shared_before = set(Path("/dev/shm").iterdir())
     mesh = start_mesh(environ={"TMPDIR": str(folder)})
     family = [psutil.Process(mesh.pid), *mesh.children().values()]
     assert len(family) == 6
     assert len(list(folder.glob("diptych-redis-*/redis.sock"))) == 1
-    os.kill(mesh.pid, number)
+    os.kill(mesh.pid, signal.SIGINT)
     begin_s = time.monotonic()
     assert mesh.stop() == 0
     assert time.monotonic() - begin_s < 10, "an idle mesh has nothing to drain"

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from asking import Answer, ask, request
-from meshes import Mesh, StartMesh
+from asking import Answer, ask, request, until_free
+from by_hand import services_by_hand
+from meshes import Mesh
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.engine.catalog import resolve
@@ -72,46 +73,49 @@ def check_usage(answers: Sequence[Answer], asked: Sequence[Sequence[int]]) -> No
         assert answer.finish.usage.completion_tokens == len(answer.token_ids)
 
 
-async def compare(start_mesh: StartMesh, folder: str, model: str, vocab: int) -> None:
+async def compare(folder: str, model: str, vocab: int, redis_url: str) -> None:
+    """Disaggregated first; then the prefill worker is taken away for good, and decode prefills by itself."""
     asked = prompts(folder, vocab)
     expected = reference(folder, asked)
     assert len({tuple(answer) for answer in expected}) > len(expected) // 2, "the reference says the same all the time"
-    for prefill in (1, 0):
-        mesh = start_mesh(model, prefill=prefill, dtype="fp32")
-        answers = await ask_all(mesh, asked, AT_ONCE)
-        assert [answer.token_ids for answer in answers] == expected
-        check_usage(answers, asked)
-        for answer in answers:
-            assert (answer.phases.transfer.transport == "ucx") == bool(prefill)
-            assert bool(answer.phases.local_prefill_reason) != bool(prefill)
-        assert mesh.stop() == 0
+    with services_by_hand(model, redis_url) as made:
+        for disaggregated in (True, False):
+            if not disaggregated:
+                made.end("prefill")
+            answers = await ask_all(made.mesh, asked, AT_ONCE)
+            assert [answer.token_ids for answer in answers] == expected
+            check_usage(answers, asked)
+            for answer in answers:
+                assert (answer.phases.transfer.transport == "ucx") == disaggregated
+                assert answer.phases.local_prefill_reason == ("" if disaggregated else "no prefill worker")
+                assert answer.phases.placements == 1
+        await until_free(made.mesh)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(280)
-async def test_the_embedded_model_answers_like_generate(start_mesh: StartMesh) -> None:
+async def test_the_embedded_model_answers_like_generate(redis_url: str) -> None:
     folder = str(resolve("smollm2", progress=print).path)
-    await compare(start_mesh, folder, "smollm2", 49_152)
+    await compare(folder, "smollm2", 49_152, redis_url)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma3", "gpt2", "opt"])
 async def test_other_architectures_answer_like_generate(
-    start_mesh: StartMesh, tiny_model: Callable[[str], str], architecture: str
+    tiny_model: Callable[[str], str], redis_url: str, architecture: str
 ) -> None:
     folder = tiny_model(architecture)
-    await compare(start_mesh, folder, folder, 352)
+    await compare(folder, folder, 352, redis_url)
 
 
 async def test_the_same_seed_gives_the_same_text_alone_in_a_batch_and_aggregated(
-    mesh: Mesh, start_mesh: StartMesh
+    mesh: Mesh, aggregated_mesh: Mesh
 ) -> None:
     asked = [[5 + i, 40, 41, 42 + i, 50] * (3 + i) for i in range(8)]
     sampling = {"sampling": {"temperature": 0.9, "top_p": 0.95, "top_k": 50, "seed": 1234}}
     alone = [(await ask_all(mesh, [ids], 1, **sampling))[0].token_ids for ids in asked]
     batch = [answer.token_ids for answer in await ask_all(mesh, asked, 8, **sampling)]
-    aggregated_mesh = start_mesh(prefill=0)
     aggregated = [answer.token_ids for answer in await ask_all(aggregated_mesh, asked, 8, **sampling)]
     assert alone == batch == aggregated
     other = {"sampling": {"temperature": 0.9, "top_p": 0.95, "top_k": 50, "seed": 4321}}
