@@ -46,6 +46,7 @@ async def serves_again(mesh: Mesh) -> Answer:
 async def test_whoever_is_killed_in_mid_request_nobody_hangs_and_the_mesh_comes_back(start_mesh: StartMesh) -> None:
     mesh = start_mesh()
     expected = (await ask(mesh, request([3, 4, 5] * 20, **LONG))).token_ids
+    short = (await ask(mesh, request([5, 6, 7], max_tokens=4, ignore_eos=True))).token_ids
     for name in ("decode-0", "prefill-0", "scheduler", "gateway", "redis"):
         killed = asyncio.Event()
         asked = asyncio.create_task(outcome(mesh, killed, [3, 4, 5] * 20))
@@ -62,7 +63,9 @@ async def test_whoever_is_killed_in_mid_request_nobody_hangs_and_the_mesh_comes_
             assert got in ERRORS
             assert noticed_s - at_s < NOTICE_S, f"{name} was killed and nobody was told for {noticed_s - at_s:.1f} s"
         again = await serves_again(mesh)
-        assert again.token_ids
+        assert again.token_ids == short
+        if name == "prefill-0":  # it needs seconds to come back; until then decode prefills by itself
+            assert again.phases.local_prefill_reason and not again.phases.transfer.bytes
         mesh.wait_for(lambda name=name, old=process.pid: mesh.children().get(name, psutil.Process()).pid != old)  # type: ignore[misc]
         mesh.wait_for(lambda: httpx.get(f"{mesh.http}/ready").status_code == 200)
         await until_free(mesh)
@@ -116,16 +119,3 @@ async def test_a_stream_over_http_whose_decode_worker_dies_ends_with_an_error_an
     assert "data: [DONE]" not in lines
     assert events[-1]["error"]["message"]
     assert all(choice["finish_reason"] is None for event in events[:-1] for choice in event["choices"])
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(120)
-async def test_when_every_prefill_worker_is_gone_decode_computes_prompts_itself(start_mesh: StartMesh) -> None:
-    mesh = start_mesh()
-    before = await ask(mesh, request([3, 4, 5] * 9, max_tokens=8, ignore_eos=True))
-    prefill = mesh.children()["prefill-0"]
-    prefill.send_signal(signal.SIGKILL)  # the supervisor brings it back only seconds later
-    after = await ask(mesh, request([3, 4, 5] * 9, max_tokens=8, ignore_eos=True), limit_s=NOTICE_S)
-    assert after.token_ids == before.token_ids
-    assert after.phases.local_prefill_reason
-    assert not after.phases.transfer.bytes

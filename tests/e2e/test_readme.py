@@ -23,6 +23,7 @@ from services.scheduler.config import SchedulerConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"<!-- test(?P<kind>: background)? -->\n```(?P<language>bash|python)\n(?P<code>.*?)```", re.DOTALL)
+BF16_TOKEN_BYTES = 23_040  # of the embedded model: 30 layers × {K, V} × 3 heads × 64 × 2 B
 BLOCK_LIMIT_S = 100.0
 
 
@@ -116,6 +117,9 @@ def test_the_demo_answers_paris_and_shows_its_phases() -> None:
     assert "Paris" in done.stdout
     for word in ("queue", "prefill", "transfer", "first token", "time per token", "GB/s", "ucx", "stopped cleanly"):
         assert word in done.stderr, f"{word} missing after {time.monotonic() - begin_s:.0f} s"
+    tokens, moved = re.search(r"(\d+) prompt tokens", done.stderr), re.search(r"([\d,]+) B in", done.stderr)
+    assert tokens and moved
+    assert int(moved[1].replace(",", "")) == int(tokens[1]) * BF16_TOKEN_BYTES
 
 
 @pytest.mark.slow

@@ -7,6 +7,11 @@ import socket
 import subprocess
 import sys
 
+import pytest
+from opentelemetry import trace
+
+from services.telemetry import tracing
+
 # A process, because a tracer provider is set once in its life.
 PROGRAM = """
 import sys, time
@@ -39,3 +44,11 @@ def test_a_collector_that_does_not_answer_holds_no_process_up() -> None:
     assert float(done.stdout) < 6.0
     (line,) = done.stderr.splitlines()
     assert "ERROR" in line and "Failed to export traces" in line
+
+
+def test_without_an_endpoint_there_is_no_exporter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenTelemetry's own variable names a collector: only ours may turn the export on."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:4317")
+    before = trace.get_tracer_provider()
+    assert tracing.set_up("gateway", "gateway-1", "") is None
+    assert trace.get_tracer_provider() is before
