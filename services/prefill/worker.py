@@ -18,7 +18,9 @@ NICE = 10
 
 def assemble(parts: Parts) -> Part[Command, Event]:
     """The prefill worker's own parts."""
-    sender = Sender(parts.transport, parts.arena, incarnation=parts.identity.incarnation)
+    # A checksum costs milliseconds a megabyte beside a transfer that prefill hides; without it a piece that was damaged
+    # on its way would become a wrong answer instead of another placement.
+    sender = Sender(parts.transport, parts.arena, incarnation=parts.identity.incarnation, checksums=True)
     service = PrefillService(sender)
     core = PrefillCore(
         pool=parts.pool,
