@@ -1,8 +1,11 @@
 """Staging buffers: what the wire reads and writes, so that it never touches a block.
 
-Life of a buffer here: FREE → TAKEN (acquire) → POSTED (post) → TAKEN or FREE when its operation has resolved. When
-nobody waits any more, DRAINING until the operation resolves; when it never does, QUARANTINED: counted, kept
-referenced, not used again. A cancel, a deadline or a dead peer never takes a shorter way.
+Life of a buffer here: TAKEN (acquire) → POSTED (post) → TAKEN or FREE when its operation has resolved. When nobody
+waits any more, DRAINING until the operation resolves; when it never does, QUARANTINED: counted, kept referenced, not
+used again. A cancel, a deadline or a dead peer never takes a shorter way.
+
+A buffer is one loan of pooled memory: FREE ends it, and the next borrower of the same memory gets a buffer of its own.
+So whoever still holds an old one can do nothing to the memory's next owner.
 """
 
 from __future__ import annotations
@@ -18,17 +21,12 @@ _SMALLEST_BYTES: Final = 1 << 16
 
 
 class StagingBuffer:
-    """One buffer of `capacity` bytes. Made by a StagingPool only."""
+    """One loan of memory, perhaps more than was asked for. Made by a StagingPool only."""
 
     def __init__(self, memory: Buffer, pool: StagingPool) -> None:
         self.memory: Final = memory
         self._pool = pool
-        self._life = Life("staging buffer", BufferState.FREE, BUFFER_TRANSITIONS)
-
-    @property
-    def capacity(self) -> int:
-        """Size in bytes."""
-        return int(self.memory.size)
+        self._life = Life("staging buffer", BufferState.TAKEN, BUFFER_TRANSITIONS)
 
     @property
     def state(self) -> BufferState:
@@ -36,7 +34,7 @@ class StagingBuffer:
         return self._life.state
 
     def take(self) -> None:
-        """FREE or POSTED (and resolved) → TAKEN."""
+        """POSTED → TAKEN: its operation has resolved, and its content is wanted."""
         self._life.advance(BufferState.TAKEN)
 
     def post(self) -> None:
@@ -44,7 +42,7 @@ class StagingBuffer:
         self._life.advance(BufferState.POSTED)
 
     def release(self) -> None:
-        """→ FREE. Only when no operation may touch it."""
+        """→ FREE: the loan ends. Only when no operation may touch it."""
         self._life.advance(BufferState.FREE)
         self._pool.give_back(self)
 
@@ -72,7 +70,7 @@ class StagingPool:
 
     def __init__(self, arena: Arena, limit: int = 64) -> None:
         self._arena = arena
-        self._free: dict[int, list[StagingBuffer]] = {}
+        self._free: dict[int, list[Buffer]] = {}
         self._slots = asyncio.Semaphore(limit)
         self._out = 0
         self._quarantined: list[StagingBuffer] = []
@@ -105,7 +103,7 @@ class StagingPool:
 
     def give_back(self, buffer: StagingBuffer) -> None:
         """Called by a buffer that became free."""
-        self._free.setdefault(buffer.capacity, []).append(buffer)
+        self._free.setdefault(int(buffer.memory.size), []).append(buffer.memory)
         self._leave()
 
     def keep_forever(self, buffer: StagingBuffer) -> None:
@@ -118,11 +116,9 @@ class StagingPool:
         self._slots.release()
 
     def _hand_out(self, count: int) -> StagingBuffer:
-        capacity = max(
-            _SMALLEST_BYTES, 1 << max(0, count - 1).bit_length()
-        )  # few sizes, so that buffers are found again
+        # Few sizes, so that memory is found again.
+        capacity = max(_SMALLEST_BYTES, 1 << max(0, count - 1).bit_length())
         free = self._free.get(capacity)
-        buffer = free.pop() if free else StagingBuffer(self._arena.staging(capacity), self)
+        memory = free.pop() if free else self._arena.staging(capacity)
         self._out += 1
-        buffer.take()
-        return buffer
+        return StagingBuffer(memory, self)

@@ -34,9 +34,8 @@ class ReceiveState(Enum):
 
 
 class BufferState(Enum):
-    """A staging buffer."""
+    """A staging buffer: one loan of memory."""
 
-    FREE = "free"
     TAKEN = "taken"
     """Somebody fills or empties it; the wire does not know it."""
     POSTED = "posted"
@@ -44,7 +43,9 @@ class BufferState(Enum):
     DRAINING = "draining"
     """Nobody waits for it any more, but the wire may still touch it."""
     QUARANTINED = "quarantined"
-    """The wire never let go of it. It is never used again."""
+    """The wire never let go of it. Its memory is never used again."""
+    FREE = "free"
+    """The loan is over: the memory is somebody else's."""
 
 
 SEND_TRANSITIONS: Final[Mapping[SendState, frozenset[SendState]]] = {
@@ -62,11 +63,11 @@ RECEIVE_TRANSITIONS: Final[Mapping[ReceiveState, frozenset[ReceiveState]]] = {
     ReceiveState.CLOSED: frozenset(),
 }
 BUFFER_TRANSITIONS: Final[Mapping[BufferState, frozenset[BufferState]]] = {
-    BufferState.FREE: frozenset({BufferState.TAKEN}),
     BufferState.TAKEN: frozenset({BufferState.POSTED, BufferState.FREE}),
     BufferState.POSTED: frozenset({BufferState.TAKEN, BufferState.FREE, BufferState.DRAINING}),
     BufferState.DRAINING: frozenset({BufferState.FREE, BufferState.QUARANTINED}),
     BufferState.QUARANTINED: frozenset(),
+    BufferState.FREE: frozenset(),
 }
 
 S = TypeVar("S", bound=Enum)

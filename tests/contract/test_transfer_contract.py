@@ -155,6 +155,33 @@ async def test_many_transfers_at_once_do_not_mix(pair):
         np.testing.assert_array_equal(pair.received(transfer_id, tokens), kv)
 
 
+async def test_a_transfer_that_ends_leaves_the_staging_of_the_others_alone(pair, transport):
+    """The second one's receives are posted into memory that the first one used, and the first one ends."""
+    tokens = 300  # three pieces
+    kvs = [pair.fill(f"t{i}", tokens, seed=i) for i in range(3)]
+    offers = [pair.offer(f"t{i}", tokens) for i in range(3)]
+    pulls = []
+    for i in range(2):
+        pulls.append(asyncio.ensure_future(pair.pull(f"t{i}", tokens)))
+        if i == 0:
+            offers[0].advance(256)  # two pieces arrive, and their memory is free again
+        await until(lambda i=i: pair.receiver.staging_out == (1, 4)[i])
+        await asyncio.sleep(0.02)
+    offers[0].advance(tokens)
+    offers[0].finish(0)
+    await pulls[0]
+    await asyncio.sleep(0.02)
+    assert pair.receiver.staging_out == 3, "what the second transfer has posted is on the wire"
+    pulls.append(asyncio.ensure_future(pair.pull("t2", tokens)))
+    await until(lambda: pair.receiver.staging_out == 6)
+    for i in (2, 1):
+        offers[i].advance(tokens)
+        offers[i].finish(i)
+    assert [(await pull).first_token_id for pull in pulls] == [0, 1, 2]
+    for i, kv in enumerate(kvs):
+        np.testing.assert_array_equal(pair.received(f"t{i}", tokens), kv)
+
+
 @pytest.mark.parametrize("computed", [0, 300, 1000])
 async def test_a_request_that_ends_with_its_first_token_moves_no_more(pair, transport, computed):
     pair.fill("t", 1000)
