@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from loadtest.engine import engine
 from loadtest.smoke import smoke
 
 
@@ -12,6 +13,7 @@ def main() -> None:
     """One module a command."""
 
 
+main.add_command(engine)
 main.add_command(smoke)
 
 if __name__ == "__main__":

@@ -31,6 +31,22 @@ _BASE: dict[str, object] = {
 
 _CONFIGS: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("llama", _BASE),
+    "llama_biased": ("llama", {**_BASE, "attention_bias": True}),
+    "llama_scaled": (
+        "llama",
+        {
+            **_BASE,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10_000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    "qwen2": ("qwen2", _BASE),
     "qwen3": ("qwen3", {**_BASE, "head_dim": 32}),
     "gemma3": (
         "gemma3_text",

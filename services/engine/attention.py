@@ -1,46 +1,25 @@
-"""The attention function that transformers' models call: it writes the new tokens' K and V to the blocks, then attends.
+"""Attention over the blocks: what every row of a step may see, and how it is attended.
 
-Shapes follow transformers on the outside: query (1, heads, rows, head_dim), key and value (1, kv_heads, rows,
-head_dim), result (1, rows, heads, head_dim). `rows` are the new tokens of all sequences of a step, one after the other;
-the model's other layers work on each row alone, so no padding is needed.
-
-Everything is read back from the blocks, the new tokens included: what a token sees then does not depend on how its
-prompt was cut into chunks, in bf16 either.
+`rows` are the new tokens of all sequences of a step, one after the other. Everything is read back from the blocks, the
+new tokens included: what a token sees then does not depend on how its prompt was cut into chunks, in bf16 either.
+Several tokens of one sequence are attended by torch, single tokens by the native kernel where there is one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol, cast
 
 import numpy as np
 import torch
 from torch.nn import functional
-from transformers import AttentionInterface
 
-from services.engine.errors import EngineError, UnsupportedArchitecture
-from services.engine.plan import Chunk, Indices, Singles, StepPlan
+from services.engine.native.kernels import Kernels
+from services.engine.plan import Chunk, Indices, SinglesGroup, StepPlan, group_singles
 from services.engine.pool import KvPool
-
-IMPLEMENTATION = "diptych"
-"""The name under which the function is registered; no mask function has it, so that transformers builds no mask."""
-
-# What models pass along that changes nothing here.
-_HARMLESS = frozenset(
-    {
-        "cache",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "position_ids",
-        "return_dict",
-        "use_cache",
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)
-class _ChunkView:
+class ChunkView:
     """What a chunk sees in layers with one window: keys (visible,) as slots, and an additive mask (tokens, visible)."""
 
     row: int
@@ -58,53 +37,72 @@ class _SinglesView:
     mask: torch.Tensor | None  # None: all of it
 
 
-_View = tuple[tuple[_ChunkView, ...], tuple[_SinglesView, ...]]
+@dataclass(frozen=True, slots=True)
+class SingleTokens:
+    """Singles (see plan) on the device, as the native kernel takes them."""
+
+    rows: torch.Tensor
+    lengths: torch.Tensor
+    tables: torch.Tensor
+    starts: torch.Tensor
 
 
 @dataclass(slots=True)
 class KvBatch:
     """One step's plan on the device, handed through the model to its attention layers.
 
-    The views of a window are made when the first layer with that window asks, and shared by the others.
+    The views of a window are made when the first layer with that window asks, and shared by the others. `kernels`
+    attend single tokens where they can; torch does otherwise.
     """
 
     plan: StepPlan
     pool: KvPool
     dtype: torch.dtype  # of the arithmetic
     write_slots: torch.Tensor
+    singles: SingleTokens | None
+    kernels: Kernels | None
     calls: list[tuple[int, int | None]] = field(default_factory=list)  # (layer, window), in the order of the calls
-    _views: dict[int | None, _View] = field(default_factory=dict)
+    _chunks: dict[int | None, tuple[ChunkView, ...]] = field(default_factory=dict)
+    _groups: dict[int | None, tuple[_SinglesView, ...]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, plan: StepPlan, pool: KvPool, dtype: torch.dtype) -> KvBatch:
+    def of(cls, plan: StepPlan, pool: KvPool, dtype: torch.dtype, kernels: Kernels | None = None) -> KvBatch:
         """Bring a plan to the pool's device."""
-        return cls(plan, pool, dtype, _index(plan.write_slots, pool.device))
+        device, singles = pool.device, None
+        if plan.singles is not None:
+            given = (plan.singles.rows, plan.singles.lengths, plan.singles.tables, plan.singles.starts)
+            singles = SingleTokens(*(_index(each, device) for each in given))
+        return cls(plan, pool, dtype, _index(plan.write_slots, device), singles, kernels)
 
-    def view(self, window: int | None) -> _View:
-        """What every row sees in a layer with this sliding window (in tokens, the row's own included)."""
-        if window not in self._views:
-            self._views[window] = (
-                tuple(self._chunk(chunk, window) for chunk in self.plan.chunks),
-                tuple(self._single(group, window) for group in self.plan.singles),
-            )
-        return self._views[window]
+    def chunks(self, window: int | None) -> tuple[ChunkView, ...]:
+        """What the chunks see in a layer with this sliding window (in tokens, the row's own included)."""
+        if window not in self._chunks:
+            self._chunks[window] = tuple(self._chunk(chunk, window) for chunk in self.plan.chunks)
+        return self._chunks[window]
 
-    def _chunk(self, chunk: Chunk, window: int | None) -> _ChunkView:
+    def groups(self, window: int | None) -> tuple[_SinglesView, ...]:
+        """What single tokens see in a layer with this sliding window, for torch's attention."""
+        if window not in self._groups:
+            found = group_singles(self.plan.singles, self.pool.block_tokens) if self.plan.singles else ()
+            self._groups[window] = tuple(self._single(group, window) for group in found)
+        return self._groups[window]
+
+    def _chunk(self, chunk: Chunk, window: int | None) -> ChunkView:
         device = self.pool.device
         end = len(chunk.slots)
         start = end - chunk.tokens
         first = 0 if window is None else max(0, start - window + 1)
         slots = _index(chunk.slots[first:], device)
         if start == 0 and (window is None or end <= window):
-            return _ChunkView(chunk.row, chunk.tokens, slots, None)
+            return ChunkView(chunk.row, chunk.tokens, slots, None)
         query = torch.arange(start, end, device=device)[:, None]
         key = torch.arange(first, end, device=device)[None, :]
         hidden = key > query
         if window is not None:
             hidden |= key <= query - window
-        return _ChunkView(chunk.row, chunk.tokens, slots, self._additive(hidden))
+        return ChunkView(chunk.row, chunk.tokens, slots, self._additive(hidden))
 
-    def _single(self, group: Singles, window: int | None) -> _SinglesView:
+    def _single(self, group: SinglesGroup, window: int | None) -> _SinglesView:
         device = self.pool.device
         lengths, slots = group.lengths, group.slots
         if window is not None and slots.shape[1] > window:
@@ -128,51 +126,53 @@ def _last(slots: Indices, lengths: Indices, window: int) -> tuple[Indices, Indic
     return np.take_along_axis(slots, np.minimum(offset, slots.shape[1] - 1), axis=1), np.minimum(lengths, window)
 
 
-class AttentionModule(Protocol):
-    """What the function needs of the layer that calls it."""
+def attend(
+    query: torch.Tensor, batch: KvBatch, layer: int, *, window: int | None, scale: float, softcap: float | None
+) -> torch.Tensor:
+    """Attention of all rows of a step in one layer, whose KV is in the blocks: (rows, heads, head_dim) in and out.
 
-    layer_idx: int
-
-
-def paged_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    is_causal: bool | None = None,
-    kv_batch: KvBatch | None = None,
-    **others: object,
-) -> tuple[torch.Tensor, None]:
-    """Attend over the blocks of `kv_batch`. Raises UnsupportedArchitecture for an argument that it cannot honour."""
-    if kv_batch is None:
-        raise EngineError("the model did not hand the step's batch to its attention layers")
-    extra = sorted(name for name, given in others.items() if name not in _HARMLESS and given is not None)
-    if extra or attention_mask is not None or is_causal is False or dropout:
-        what = ", ".join(extra) or "a mask, dropout or attention to later tokens"
-        raise UnsupportedArchitecture(f"its attention asks for {what}, which the paged attention does not have")
-    layer = cast(AttentionModule, module).layer_idx
-    kv_batch.calls.append((layer, sliding_window))
-    kv_batch.pool.write(layer, kv_batch.write_slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    rows = query[0].transpose(0, 1)  # (rows, heads, head_dim)
-    result = torch.empty_like(rows, memory_format=torch.contiguous_format)
-    chunks, singles = kv_batch.view(sliding_window)
-    for chunk in chunks:
+    Rows of `query` may lie apart; the result is contiguous. `window`: the sliding window in tokens, the row's own
+    included.
+    """
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    for chunk in batch.chunks(window):
         end = chunk.row + chunk.tokens
-        result[chunk.row : end] = _attend_chunk(rows[chunk.row : end], kv_batch.pool, layer, chunk, scale, softcap)
-    for group in singles:
-        result[group.rows] = _attend_singles(rows[group.rows], kv_batch.pool, layer, group, scale, softcap)
-    return result[None], None
+        out[chunk.row : end] = _attend_chunk(query[chunk.row : end], batch.pool, layer, chunk, scale, softcap)
+    singles = batch.singles
+    if singles is None:
+        return out
+    if batch.kernels is None or softcap is not None:
+        for group in batch.groups(window):
+            out[group.rows] = _attend_group(query[group.rows], batch.pool, layer, group, scale, softcap)
+    elif len(singles.rows) == len(query):
+        _attend_natively(batch.kernels, query, batch.pool, layer, singles, out, window or 0, scale)
+    else:
+        own = torch.empty((len(singles.rows), *query.shape[1:]))
+        _attend_natively(batch.kernels, query[singles.rows], batch.pool, layer, singles, own, window or 0, scale)
+        out[singles.rows] = own
+    return out
+
+
+def _attend_natively(
+    kernels: Kernels,
+    query: torch.Tensor,
+    pool: KvPool,
+    layer: int,
+    singles: SingleTokens,
+    out: torch.Tensor,
+    window: int,
+    scale: float,
+) -> None:
+    if query.stride()[1:] != (query.shape[2], 1):
+        query = query.contiguous()
+    keys, values = pool.layer(layer)
+    kernels.attend(
+        query, keys, values, singles.tables, singles.starts, singles.lengths, out, window=window, scale=scale
+    )
 
 
 def _attend_chunk(
-    query: torch.Tensor, pool: KvPool, layer: int, view: _ChunkView, scale: float, softcap: float | None
+    query: torch.Tensor, pool: KvPool, layer: int, view: ChunkView, scale: float, softcap: float | None
 ) -> torch.Tensor:
     """Attention of one chunk: query (tokens, heads, head_dim) in and out."""
     tokens, heads, dim = query.shape
@@ -189,7 +189,7 @@ def _attend_chunk(
     return attended.reshape(heads, tokens, dim).transpose(0, 1)
 
 
-def _attend_singles(
+def _attend_group(
     query: torch.Tensor, pool: KvPool, layer: int, view: _SinglesView, scale: float, softcap: float | None
 ) -> torch.Tensor:
     """Attention of single tokens: query (n, heads, head_dim) in and out. Heads that share a KV head are its rows."""
@@ -217,6 +217,3 @@ def _attend(
     if mask is not None:
         scores = scores + mask
     return torch.matmul(torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype), v)
-
-
-AttentionInterface.register(IMPLEMENTATION, paged_attention)

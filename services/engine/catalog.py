@@ -18,6 +18,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from services.engine.cache import cache_folder
 from services.engine.errors import EngineError, ModelNotFound
 
 EMBEDDED = "smollm2"
@@ -79,10 +80,6 @@ def _from_hub(model: str, progress: Progress) -> Path:
         ) from error
 
 
-def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "diptych" / "models"
-
-
 def _embedded_source() -> Path:
     """The embedded model's GGUF. Its package is looked at, not imported: it would import a runtime of its own."""
     spec = importlib.util.find_spec(_EMBEDDED_PACKAGE)
@@ -95,7 +92,7 @@ def _embedded_source() -> Path:
 
 def _embedded(progress: Progress) -> Path:
     source = _embedded_source()
-    folder = _cache_folder() / f"{_EMBEDDED_NAME}-{source.stat().st_size:x}-{_CONVERSION}"
+    folder = cache_folder("models") / f"{_EMBEDDED_NAME}-{source.stat().st_size:x}-{_CONVERSION}"
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, cast
 
 import torch
@@ -19,10 +18,13 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils.logging import disable_progress_bar
 
-from services.engine.attention import IMPLEMENTATION, KvBatch
+from services.engine.attention import KvBatch
 from services.engine.card import ModelCard
 from services.engine.errors import EngineError, ModelNotFound, UnsupportedArchitecture
-from services.engine.plan import Slice, plan_step
+from services.engine.interface import IMPLEMENTATION
+from services.engine.native.kernels import Kernels, kernels
+from services.engine.native.linear import cpu_has_bf16, stream_linears
+from services.engine.plan import Slice, StepPlan, plan_step
 from services.engine.pool import KvPool
 
 log = logging.getLogger(__name__)
@@ -49,6 +51,12 @@ class LoadedModel:
     dtype: Dtype  # of the weights' values and, by convention, of the KV
     compute_dtype: torch.dtype  # of the arithmetic
     device: torch.device
+    kernels: Kernels | None  # for the attention of single tokens
+    weight_bytes: int  # that one decode step reads
+
+    def batch(self, plan: StepPlan, pool: KvPool) -> KvBatch:
+        """A step over `pool`, for `forward`."""
+        return KvBatch.of(plan, pool, self.compute_dtype, self.kernels)
 
     def forward(self, batch: KvBatch) -> torch.Tensor:
         """Float32 logits (rows, vocab) of the plan's logit rows. Writes the KV of all its tokens."""
@@ -66,22 +74,34 @@ class LoadedModel:
 def load(card: ModelCard, *, dtype: Dtype = "bf16", device: str = "cpu") -> LoadedModel:
     """Load the model that `card` describes.
 
-    On a CPU without bf16 arithmetic, "bf16" means weights and KV rounded to bf16 and arithmetic in fp32. Raises
-    UnsupportedArchitecture, or ModelNotFound when the folder's weights cannot be read.
+    On a CPU, "bf16" means weights and KV in bf16 and, with the native kernels or without bf16 instructions, arithmetic
+    in float32. Raises UnsupportedArchitecture, or ModelNotFound when the folder's weights cannot be read.
     """
     disable_progress_bar()  # type: ignore[no-untyped-call]
     place = torch.device(device)
+    found: Kernels | None = None
+    compute_dtype = _TORCH_DTYPES[dtype]
     if place.type == "cpu":
         torch.set_num_threads(1)
-    compute_dtype = _TORCH_DTYPES[dtype]
-    if dtype == "bf16" and place.type == "cpu" and not _cpu_has_bf16():
-        log.info("this CPU has no bf16 arithmetic: weights and KV are rounded to bf16, arithmetic is fp32")
-        compute_dtype = torch.float32
+        found = kernels()
+        if dtype == "bf16" and (found or not cpu_has_bf16()):
+            compute_dtype = torch.float32
     # Read in the precision asked for, which rounds the weights, and only then widened for the arithmetic.
     module = _read_module(card, _TORCH_DTYPES[dtype])  # from_pretrained leaves it in evaluation mode
+    weight_bytes = sum(each.weight.nbytes for each in module.modules() if isinstance(each, torch.nn.Linear))
+    if found and dtype == "bf16":
+        stream_linears(module, found, torch.bfloat16)
     torch.nn.Module.to(module, place, compute_dtype)
     module.requires_grad_(False)
-    model = LoadedModel(card=card, module=module, dtype=dtype, compute_dtype=compute_dtype, device=place)
+    model = LoadedModel(
+        card=card,
+        module=module,
+        dtype=dtype,
+        compute_dtype=compute_dtype,
+        device=place,
+        kernels=found if found and card.head_dim % found.head_multiple == 0 else None,
+        weight_bytes=weight_bytes,
+    )
     _probe(model)
     return model
 
@@ -136,15 +156,6 @@ def _rope_types(parameters: object) -> set[str]:
     return {str(kind)} if kind is not None else set().union(*(_rope_types(inner) for inner in parameters.values()))
 
 
-def _cpu_has_bf16() -> bool:
-    """Whether the CPU multiplies bf16 in hardware; unknown counts as no."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if not cpuinfo.exists():
-        return False
-    flags = next((line for line in cpuinfo.read_text().splitlines() if line.startswith(("flags", "Features"))), "")
-    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags.split())
-
-
 @torch.inference_mode()
 def _probe(model: LoadedModel) -> None:
     """Compare the paged attention with the model's own on a short text. Raises UnsupportedArchitecture."""
@@ -176,7 +187,7 @@ def _paged_logits(model: LoadedModel, text: list[int]) -> torch.Tensor:
     for tokens in _PROBE_PIECES:
         piece = Slice(token_ids=text[start : start + tokens], start=start, blocks=blocks, wants_logits=True)
         plan = plan_step([piece], block_tokens=block_tokens, blocks=len(blocks), vocab=card.vocab)
-        batch = KvBatch.of(plan, pool, model.compute_dtype)
+        batch = model.batch(plan, pool)
         logits.append(model.forward(batch))
         _check_calls(model, batch.calls)
         start += tokens

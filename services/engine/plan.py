@@ -47,14 +47,24 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Singles:
-    """Sequences with one new token each, of similar length, attended together.
+    """Sequences with one new token each."""
+
+    rows: Indices  # (n,) rows of the step
+    lengths: Indices  # (n,) tokens that the row's token sees, itself included
+    tables: Indices  # block tables of all of them, one after the other
+    starts: Indices  # (n,) where each one's table begins
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SinglesGroup:
+    """Sequences with one new token each, of similar length, whose slots fill a rectangle.
 
     A row of `slots` shorter than the longest is padded with its own first slot: that one holds finite numbers, where an
     arbitrary slot may hold anything, and a masked NaN would still spoil the sum.
     """
 
     rows: Indices  # (n,) rows of the step
-    lengths: Indices  # (n,) tokens that the row's token sees, itself included
+    lengths: Indices  # (n,) as in Singles
     slots: Indices  # (n, max(lengths))
 
 
@@ -67,62 +77,86 @@ class StepPlan:
     write_slots: Indices  # (rows,)
     logit_rows: Indices  # (slices with wants_logits,)
     chunks: tuple[Chunk, ...]
-    singles: tuple[Singles, ...]
+    singles: Singles | None
 
 
 def plan_step(slices: Sequence[Slice], *, block_tokens: int, blocks: int, vocab: int) -> StepPlan:
     """Lay out one step over an arena of `blocks` blocks. Raises InvalidSlice instead of touching somebody else's KV."""
-    slots = [_slots(s, block_tokens, blocks) for s in slices]
+    tables = [_table(s, block_tokens, blocks) for s in slices]
     lengths = np.array([len(s.token_ids) for s in slices], dtype=np.int64)
     ends = np.cumsum(lengths)
     rows = ends - lengths
     token_ids = np.concatenate([np.asarray(s.token_ids, dtype=np.int64) for s in slices])
     if token_ids.min() < 0 or token_ids.max() >= vocab:
         raise InvalidSlice(f"token ids must lie in [0, {vocab})")
-    write_slots = np.concatenate([own[s.start :] for s, own in zip(slices, slots, strict=True)])
+    positions = np.concatenate([np.arange(s.start, s.end, dtype=np.int64) for s in slices])
+    write_slots = np.concatenate(
+        [_slots(table, s.start, s.end, block_tokens) for s, table in zip(slices, tables, strict=True)]
+    )
     if len(np.unique(write_slots)) != len(write_slots):
         raise InvalidSlice("two tokens of one step would be written to the same place")
     return StepPlan(
         token_ids=token_ids,
-        positions=np.concatenate([np.arange(s.start, s.end, dtype=np.int64) for s in slices]),
+        positions=positions,
         write_slots=write_slots,
         logit_rows=np.array([end - 1 for s, end in zip(slices, ends, strict=True) if s.wants_logits], dtype=np.int64),
         chunks=tuple(
-            Chunk(row=int(row), tokens=len(s.token_ids), slots=own)
-            for s, row, own in zip(slices, rows, slots, strict=True)
+            Chunk(row=int(row), tokens=len(s.token_ids), slots=_slots(table, 0, s.end, block_tokens))
+            for s, row, table in zip(slices, rows, tables, strict=True)
             if len(s.token_ids) > 1
         ),
-        singles=_group_singles(
-            [(int(row), own) for s, row, own in zip(slices, rows, slots, strict=True) if len(s.token_ids) == 1]
+        singles=_singles(
+            [
+                (int(row), s.end, table)
+                for s, row, table in zip(slices, rows, tables, strict=True)
+                if len(s.token_ids) == 1
+            ]
         ),
     )
 
 
-def _slots(s: Slice, block_tokens: int, blocks: int) -> Indices:
-    """The slots of positions [0, end) of a slice's sequence."""
+def group_singles(singles: Singles, block_tokens: int) -> tuple[SinglesGroup, ...]:
+    """Groups by the power of two above the length, so that padding never doubles the work of a group."""
+    groups: dict[int, list[int]] = {}
+    for i, length in enumerate(singles.lengths.tolist()):
+        groups.setdefault((length - 1).bit_length(), []).append(i)
+    return tuple(_group(singles, groups[size], block_tokens) for size in sorted(groups))
+
+
+def _table(s: Slice, block_tokens: int, blocks: int) -> Indices:
+    """The blocks of positions [0, end) of a slice's sequence."""
     if not s.token_ids or s.start < 0:
         raise InvalidSlice(f"a slice needs tokens and a position: {len(s.token_ids)} tokens from {s.start}")
     if len(s.blocks) * block_tokens < s.end:
         raise InvalidSlice(f"{len(s.blocks)} blocks of {block_tokens} tokens cannot hold {s.end} tokens")
-    table = np.asarray(s.blocks, dtype=np.int64)
+    table = np.asarray(s.blocks[: -(-s.end // block_tokens)], dtype=np.int64)
     if table.min() < 0 or table.max() >= blocks:
         raise InvalidSlice(f"block ids must lie in [0, {blocks})")
-    every = table[:, None] * block_tokens + np.arange(block_tokens, dtype=np.int64)
-    return every.reshape(-1)[: s.end]
+    return table
 
 
-def _group_singles(singles: Sequence[tuple[int, Indices]]) -> tuple[Singles, ...]:
-    """Group by the power of two above the length, so that padding never doubles the work of a group."""
-    groups: dict[int, list[tuple[int, Indices]]] = {}
-    for row, slots in singles:
-        groups.setdefault((len(slots) - 1).bit_length(), []).append((row, slots))
-    return tuple(_singles(groups[size]) for size in sorted(groups))
+def _slots(table: Indices, start: int, end: int, block_tokens: int) -> Indices:
+    """The slots of positions [start, end)."""
+    positions = np.arange(start, end, dtype=np.int64)
+    return table[positions // block_tokens] * block_tokens + positions % block_tokens
 
 
-def _singles(members: Sequence[tuple[int, Indices]]) -> Singles:
-    lengths = np.array([len(slots) for _, slots in members], dtype=np.int64)
-    padded = np.empty((len(members), int(lengths.max())), dtype=np.int64)
-    for i, (_, slots) in enumerate(members):
-        padded[i, : len(slots)] = slots
-        padded[i, len(slots) :] = slots[0]
-    return Singles(rows=np.array([row for row, _ in members], dtype=np.int64), lengths=lengths, slots=padded)
+def _singles(members: Sequence[tuple[int, int, Indices]]) -> Singles | None:
+    if not members:
+        return None
+    sizes = np.array([len(table) for _, _, table in members], dtype=np.int64)
+    return Singles(
+        rows=np.array([row for row, _, _ in members], dtype=np.int64),
+        lengths=np.array([end for _, end, _ in members], dtype=np.int64),
+        tables=np.concatenate([table for _, _, table in members]),
+        starts=np.cumsum(sizes) - sizes,
+    )
+
+
+def _group(singles: Singles, members: Sequence[int], block_tokens: int) -> SinglesGroup:
+    lengths = singles.lengths[members]
+    slots = np.empty((len(members), int(lengths.max())), dtype=np.int64)
+    for i, (start, length) in enumerate(zip(singles.starts[members].tolist(), lengths.tolist(), strict=True)):
+        slots[i, :length] = _slots(singles.tables[start:], 0, length, block_tokens)
+        slots[i, length:] = slots[i, 0]
+    return SinglesGroup(rows=singles.rows[members], lengths=lengths, slots=slots)

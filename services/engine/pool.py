@@ -40,7 +40,12 @@ class KvPool:
             raise EngineError(f"an arena for {card.name} has the shape {expected}, not {shape}")
         self.blocks, self.block_tokens = shape[2], shape[3]
         self.device = tensor.device
+        self._layers = [(tensor[layer, 0], tensor[layer, 1]) for layer in range(card.layers)]
         self._flat = tensor.view(card.layers, 2, self.blocks * self.block_tokens, card.kv_heads, card.head_dim)
+
+    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of one layer, each (blocks, block_tokens, kv_heads, head_dim): the arena itself."""
+        return self._layers[layer]
 
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write K and V (n, kv_heads, head_dim) of one layer to `slots` (n,), rounding to the pool's dtype."""

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import logging
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
-from services.engine.attention import KvBatch
 from services.engine.card import ModelCard
-from services.engine.model import LoadedModel
-from services.engine.plan import Slice, plan_step
-from services.engine.pool import DeviceArray, KvPool
+from services.engine.errors import UnsupportedArchitecture
+from services.engine.plan import Slice
+from services.engine.pool import DeviceArray
 
-__all__ = ["GenericRunner", "Runner", "Slice"]
+__all__ = ["Dtype", "Path", "Runner", "Slice", "open_runner"]
+
+log = logging.getLogger(__name__)
+
+Dtype = Literal["fp32", "bf16"]
+Path = Literal["fast", "generic"]
+
+_FAST = "services.engine.fast"
 
 
 class Runner(Protocol):
     """Computes steps over the blocks of one arena. Not thread-safe: it belongs to the step thread."""
+
+    @property
+    def path(self) -> Path:
+        """Which implementation this is."""
 
     @property
     def card(self) -> ModelCard:
@@ -26,6 +39,10 @@ class Runner(Protocol):
     @property
     def block_tokens(self) -> int:
         """Tokens in one block of the arena."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that a decode step reads."""
 
     def run(self, slices: Sequence[Slice]) -> torch.Tensor:
         """Compute the slices' tokens, prompt chunks and single tokens together, and write their KV to the blocks.
@@ -35,28 +52,20 @@ class Runner(Protocol):
         """
 
 
-class GenericRunner:
-    """Runs any model that `model.load` accepts, through transformers' own model code."""
+def open_runner(card: ModelCard, *, dtype: Dtype, device: str, array: DeviceArray, path: Path | None = None) -> Runner:
+    """Load the model that `card` describes, over the arena `array` (shaped as KvPool describes it).
 
-    def __init__(self, model: LoadedModel, array: DeviceArray) -> None:
-        """`array` is the arena, shaped as KvPool describes it. Raises EngineError when it does not fit the model."""
-        self._model = model
-        self._pool = KvPool(array, model.card)
+    `path` None takes the fast one where it serves the model. Raises UnsupportedArchitecture, ModelNotFound, EngineError
+    when the arena does not fit; UnsupportedArchitecture also when `path` is "fast" and that one does not serve it.
+    """
+    if path != "generic" and importlib.util.find_spec(_FAST):
+        torch.set_num_threads(1)
+        fast: Runner | None = importlib.import_module(_FAST).open_fast(card, dtype=dtype, device=device, array=array)
+        if fast is not None:
+            return fast
+    if path == "fast":
+        raise UnsupportedArchitecture(f"{card.architecture} on {device} is not served by the fast path")
+    from services.engine.generic import GenericRunner  # transformers takes seconds to import
+    from services.engine.model import load
 
-    @property
-    def card(self) -> ModelCard:
-        """The model."""
-        return self._model.card
-
-    @property
-    def block_tokens(self) -> int:
-        """Tokens in one block of the arena."""
-        return self._pool.block_tokens
-
-    @torch.inference_mode()
-    def run(self, slices: Sequence[Slice]) -> torch.Tensor:
-        """See Runner.run."""
-        if not slices:
-            return torch.empty((0, self.card.vocab))
-        plan = plan_step(slices, block_tokens=self._pool.block_tokens, blocks=self._pool.blocks, vocab=self.card.vocab)
-        return self._model.forward(KvBatch.of(plan, self._pool, self._model.compute_dtype))
+    return GenericRunner(load(card, dtype=dtype, device=device), array)

@@ -26,8 +26,7 @@ from services.config import WorkerConfig
 from services.engine.card import ModelCard, read_card
 from services.engine.catalog import resolve
 from services.engine.errors import EngineError
-from services.engine.model import load
-from services.engine.runner import GenericRunner
+from services.engine.runner import open_runner
 from services.errors import StartError
 from services.process import keep_to_cores, parse_cores
 from services.rpc.channels import Channels
@@ -143,8 +142,6 @@ async def _equip(config: WorkerConfig, identity: Identity, stack: contextlib.Asy
     try:
         files = await asyncio.to_thread(resolve, config.model, progress=log.info)
         card = read_card(files.path, files.name)
-        log.info("loading %s from %s", card.name, card.path)
-        model = await asyncio.to_thread(load, card, dtype=dtype, device=config.device)
     except EngineError as error:
         raise StartError(str(error)) from None
     layout = KvLayout(
@@ -159,11 +156,14 @@ async def _equip(config: WorkerConfig, identity: Identity, stack: contextlib.Asy
     if blocks < 1:
         raise StartError(f"kv-mib: {config.kv_mib} MiB hold no block of {layout.block_bytes} bytes")
     transport = UcxTransport(identity.incarnation, host=config.host, cuda=config.device != "cpu")
+    log.info("loading %s from %s", card.name, card.path)
     try:
         arena = Arena(layout, blocks, config.device)
+        runner = await asyncio.to_thread(open_runner, card, dtype=dtype, device=config.device, array=arena.array)
         await transport.start()
-    except TransferError as error:
+    except (EngineError, TransferError) as error:
         raise StartError(str(error)) from None
+    log.info("%s is served by the %s path", card.name, runner.path)
     stack.push_async_callback(transport.aclose)
     channels = Channels()
     stack.push_async_callback(channels.aclose)
@@ -177,7 +177,7 @@ async def _equip(config: WorkerConfig, identity: Identity, stack: contextlib.Asy
         transport=transport,
         channels=channels,
     )
-    return parts, Executor(GenericRunner(model, arena.array))
+    return parts, Executor(runner)
 
 
 def _record(parts: Parts, role: Role, thread: StepThread[CommandT, EventT]) -> WorkerRecord:

@@ -18,8 +18,8 @@ from kvtransfer.device import Arena, copy_to_host
 from kvtransfer.layout import KvLayout
 from kvtransfer.manifest import plan
 from services.engine.card import read_card
+from services.engine.generic import GenericRunner
 from services.engine.model import load
-from services.engine.runner import GenericRunner
 from services.engine.sequence import TokenSequence
 
 pytestmark = [

@@ -91,7 +91,8 @@ def test_a_layer_that_keeps_state_outside_of_attention_is_found_out(
 def test_bf16_weights_are_rounded_even_where_the_arithmetic_is_fp32(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model, "_cpu_has_bf16", lambda: False)
+    monkeypatch.setattr(model, "kernels", lambda: None)
+    monkeypatch.setattr(model, "cpu_has_bf16", lambda: False)
     loaded = load(read_card(make_tiny("llama", tmp_path), "m"), dtype="bf16")
     assert loaded.compute_dtype is torch.float32
     for parameter in loaded.module.parameters():
@@ -99,7 +100,8 @@ def test_bf16_weights_are_rounded_even_where_the_arithmetic_is_fp32(
 
 
 def test_on_a_cpu_with_bf16_arithmetic_the_weights_are_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model, "_cpu_has_bf16", lambda: True)
+    monkeypatch.setattr(model, "kernels", lambda: None)
+    monkeypatch.setattr(model, "cpu_has_bf16", lambda: True)
     loaded = load(read_card(make_tiny("llama", tmp_path), "m"), dtype="bf16")
     assert {p.dtype for p in loaded.module.parameters()} == {torch.bfloat16}
 

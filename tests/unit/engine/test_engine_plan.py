@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from services.engine.errors import InvalidSlice
-from services.engine.plan import Slice, StepPlan, plan_step
+from services.engine.plan import Slice, StepPlan, group_singles, plan_step
 
 BLOCK = 4
 
@@ -37,14 +37,19 @@ def test_chunks_and_single_tokens_are_told_apart_and_keep_their_rows() -> None:
     result = plan(part(3, 2, [6, 5]), part(1, 5, [1, 2]), part(1, 0, [3]))
     (chunk,) = result.chunks
     assert (chunk.row, chunk.tokens, chunk.slots.tolist()) == (0, 3, [24, 25, 26, 27, 20])
-    assert sorted(row for group in result.singles for row in group.rows.tolist()) == [3, 4]
+    singles = result.singles
+    assert singles is not None
+    assert (singles.rows.tolist(), singles.lengths.tolist()) == ([3, 4], [6, 1])
+    assert (singles.tables.tolist(), singles.starts.tolist()) == ([1, 2, 3], [0, 2])
 
 
 def test_single_tokens_are_padded_with_their_own_first_slot_to_less_than_twice_their_length() -> None:
     lengths = [1, 2, 3, 5, 8, 9, 17]
     slices = [part(1, n - 1, range(6 * i, 6 * i + 6)) for i, n in enumerate(lengths)]
     seen = {}
-    for group in plan(*slices).singles:
+    singles = plan(*slices).singles
+    assert singles is not None
+    for group in group_singles(singles, BLOCK):
         for row, length, slots in zip(group.rows.tolist(), group.lengths.tolist(), group.slots.tolist(), strict=True):
             first = 6 * row * BLOCK
             assert slots[:length] == list(range(first, first + length))
