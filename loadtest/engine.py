@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -11,17 +12,20 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 
 import click
+import httpx
 import psutil
 from rich.table import Table
 
 from kvtransfer.device import Arena
 from kvtransfer.layout import KvLayout
+from loadtest.peers import Pairs, Server, compare, server_at, table
+from services.cli.launch import launched
 from services.cli.tables import table_console
 from services.engine.card import ModelCard, read_card
 from services.engine.catalog import resolve
 from services.engine.limits import gemm_flops_per_s, read_bytes_per_s
 from services.engine.runner import Dtype, Path, Runner, Slice, open_runner
-from services.errors import DiptychError
+from services.errors import DiptychError, StartError
 
 DECODE = (
     (1, 160),
@@ -192,6 +196,24 @@ def _progress(word: str) -> None:
     click.echo(word, err=True)
 
 
+def _against(url: str, model: str, dtype: Dtype, pairs: int, as_json: bool) -> None:
+    """The comparison with a peer."""
+
+    async def run(ours_url: str) -> tuple[Server, list[Pairs]]:
+        ours, theirs = await server_at(ours_url), await server_at(url, cache_prompt=False)
+        return theirs, await compare(ours, theirs, pairs)
+
+    try:
+        with launched([f"--model={model}", f"--dtype={dtype}", "--prefill=0", "--log-level=warning"]) as mesh:
+            server, results = asyncio.run(run(mesh.http))
+    except (StartError, httpx.HTTPError) as error:
+        raise click.ClickException(str(error) or type(error).__name__) from None
+    if as_json:
+        click.echo(json.dumps({"peer": asdict(server), "rows": [asdict(each) for each in results]}))
+    else:
+        table_console().print(table(results, server))
+
+
 @click.command()
 @click.option("--model", default="smollm2", show_default=True, help="Folder or id of the model.")
 @click.option(
@@ -206,6 +228,10 @@ def _progress(word: str) -> None:
 @click.option(
     "--most-tokens", default=8000, show_default=True, type=click.IntRange(1), help="Leave longer prompts out."
 )
+@click.option(
+    "--peer", default="", help="Instead: compare with this OpenAI-compatible server, http://HOST:PORT, over HTTP."
+)
+@click.option("--pairs", default=5, show_default=True, type=click.IntRange(1), help="With --peer: runs of each side.")
 @click.option("--json", "as_json", is_flag=True, help="One line of JSON instead of tables.")
 def engine(
     model: str,
@@ -215,9 +241,17 @@ def engine(
     core: int,
     most_batch: int,
     most_tokens: int,
+    peer: str,
+    pairs: int,
     as_json: bool,
 ) -> None:
-    """Time per decode step and prefill tokens/s on one core, with their ratio to the machine's floor."""
+    """Time per decode step and prefill tokens/s on one core, with their ratio to the machine's floor.
+
+    With --peer: the same shapes over HTTP, an aggregated mesh of ours against the peer, in interleaved pairs.
+    """
+    if peer:
+        _against(peer, model, dtype, pairs, as_json)
+        return
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[-1] if core < 0 else core})
     try:

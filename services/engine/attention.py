@@ -7,12 +7,14 @@ Several tokens of one sequence are attended by torch, single tokens by the nativ
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch.nn import functional
 
+from services.engine.flashinfer import PagedDecode
 from services.engine.native.kernels import Kernels
 from services.engine.plan import Chunk, Indices, SinglesGroup, StepPlan, group_singles
 from services.engine.pool import KvPool
@@ -29,7 +31,7 @@ class ChunkView:
 
 
 @dataclass(frozen=True, slots=True)
-class _SinglesView:
+class SinglesView:
     """What single tokens see in layers with one window: slots (n, visible), additive mask (n, 1, 1, visible)."""
 
     rows: torch.Tensor
@@ -52,39 +54,68 @@ class KvBatch:
     """One step's plan on the device, handed through the model to its attention layers.
 
     The views of a window are made when the first layer with that window asks, and shared by the others. `kernels`
-    attend single tokens where they can; torch does otherwise.
+    attend single tokens on a CPU where they can, `paged` on a GPU; torch does otherwise. `fixed` is there instead of a
+    plan in a step over fixed tensors.
     """
 
-    plan: StepPlan
+    plan: StepPlan | None
     pool: KvPool
     dtype: torch.dtype  # of the arithmetic
     write_slots: torch.Tensor
     singles: SingleTokens | None
-    kernels: Kernels | None
+    kernels: Kernels | None = None
+    paged: PagedDecode | None = None
     calls: list[tuple[int, int | None]] = field(default_factory=list)  # (layer, window), in the order of the calls
+    fixed: Callable[[int | None], SinglesView] | None = None
     _chunks: dict[int | None, tuple[ChunkView, ...]] = field(default_factory=dict)
-    _groups: dict[int | None, tuple[_SinglesView, ...]] = field(default_factory=dict)
+    _groups: dict[int | None, tuple[SinglesView, ...]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, plan: StepPlan, pool: KvPool, dtype: torch.dtype, kernels: Kernels | None = None) -> KvBatch:
+    def of(
+        cls,
+        plan: StepPlan,
+        pool: KvPool,
+        dtype: torch.dtype,
+        kernels: Kernels | None = None,
+        paged: PagedDecode | None = None,
+    ) -> KvBatch:
         """Bring a plan to the pool's device."""
         device, singles = pool.device, None
         if plan.singles is not None:
             given = (plan.singles.rows, plan.singles.lengths, plan.singles.tables, plan.singles.starts)
             singles = SingleTokens(*(_index(each, device) for each in given))
-        return cls(plan, pool, dtype, _index(plan.write_slots, device), singles, kernels)
+            if paged is not None:
+                paged.begin(plan.singles)
+        return cls(plan, pool, dtype, _index(plan.write_slots, device), singles, kernels, paged)
+
+    @classmethod
+    def of_fixed(
+        cls,
+        pool: KvPool,
+        write_slots: torch.Tensor,
+        view: Callable[[int | None], SinglesView],
+        paged: PagedDecode | None,
+    ) -> KvBatch:
+        """A step of single tokens alone, over tensors whose content changes from step to step."""
+        batch = cls(None, pool, torch.float32, write_slots, None, paged=paged)
+        batch.fixed = view
+        return batch
 
     def chunks(self, window: int | None) -> tuple[ChunkView, ...]:
         """What the chunks see in a layer with this sliding window (in tokens, the row's own included)."""
         if window not in self._chunks:
-            self._chunks[window] = tuple(self._chunk(chunk, window) for chunk in self.plan.chunks)
+            found = self.plan.chunks if self.plan else ()
+            self._chunks[window] = tuple(self._chunk(chunk, window) for chunk in found)
         return self._chunks[window]
 
-    def groups(self, window: int | None) -> tuple[_SinglesView, ...]:
+    def groups(self, window: int | None) -> tuple[SinglesView, ...]:
         """What single tokens see in a layer with this sliding window, for torch's attention."""
         if window not in self._groups:
-            found = group_singles(self.plan.singles, self.pool.block_tokens) if self.plan.singles else ()
+            singles = self.plan.singles if self.plan else None
+            found = group_singles(singles, self.pool.block_tokens) if singles else ()
             self._groups[window] = tuple(self._single(group, window) for group in found)
+            if self.fixed is not None:
+                self._groups[window] = (self.fixed(window),)
         return self._groups[window]
 
     def _chunk(self, chunk: Chunk, window: int | None) -> ChunkView:
@@ -102,14 +133,14 @@ class KvBatch:
             hidden |= key <= query - window
         return ChunkView(chunk.row, chunk.tokens, slots, self._additive(hidden))
 
-    def _single(self, group: SinglesGroup, window: int | None) -> _SinglesView:
+    def _single(self, group: SinglesGroup, window: int | None) -> SinglesView:
         device = self.pool.device
         lengths, slots = group.lengths, group.slots
         if window is not None and slots.shape[1] > window:
             slots, lengths = _last(slots, lengths, window)
         hidden = torch.arange(slots.shape[1], device=device)[None, :] >= _index(lengths, device)[:, None]
         mask = self._additive(hidden)[:, None, None, :] if bool(hidden.any()) else None
-        return _SinglesView(_index(group.rows, device), _index(slots, device), mask)
+        return SinglesView(_index(group.rows, device), _index(slots, device), mask)
 
     def _additive(self, hidden: torch.Tensor) -> torch.Tensor:
         mask = torch.zeros(hidden.shape, dtype=self.dtype, device=hidden.device)
@@ -139,9 +170,15 @@ def attend(
         end = chunk.row + chunk.tokens
         out[chunk.row : end] = _attend_chunk(query[chunk.row : end], batch.pool, layer, chunk, scale, softcap)
     singles = batch.singles
+    if batch.fixed is not None:
+        (group,) = batch.groups(window)
+        return _attend_paged(batch.paged, query, batch.pool, layer, group, window, scale, softcap)
     if singles is None:
         return out
-    if batch.kernels is None or softcap is not None:
+    if batch.paged is not None:
+        rows = query[singles.rows]
+        out[singles.rows] = _attend_paged(batch.paged, rows, batch.pool, layer, None, window, scale, softcap)
+    elif batch.kernels is None or softcap is not None:
         for group in batch.groups(window):
             out[group.rows] = _attend_group(query[group.rows], batch.pool, layer, group, scale, softcap)
     elif len(singles.rows) == len(query):
@@ -151,6 +188,22 @@ def attend(
         _attend_natively(batch.kernels, query[singles.rows], batch.pool, layer, singles, own, window or 0, scale)
         out[singles.rows] = own
     return out
+
+
+def _attend_paged(
+    paged: PagedDecode | None,
+    query: torch.Tensor,
+    pool: KvPool,
+    layer: int,
+    view: SinglesView | None,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    if paged is None:
+        assert view is not None
+        return _attend_group(query, pool, layer, view, scale, softcap)
+    return paged.attend(query, *pool.layer(layer), window=window or 0, scale=scale, softcap=softcap or 0.0)
 
 
 def _attend_natively(
@@ -190,7 +243,7 @@ def _attend_chunk(
 
 
 def _attend_group(
-    query: torch.Tensor, pool: KvPool, layer: int, view: _SinglesView, scale: float, softcap: float | None
+    query: torch.Tensor, pool: KvPool, layer: int, view: SinglesView, scale: float, softcap: float | None
 ) -> torch.Tensor:
     """Attention of single tokens: query (n, heads, head_dim) in and out. Heads that share a KV head are its rows."""
     n, heads, dim = query.shape

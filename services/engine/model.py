@@ -21,6 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 from services.engine.attention import KvBatch
 from services.engine.card import ModelCard
 from services.engine.errors import EngineError, ModelNotFound, UnsupportedArchitecture
+from services.engine.flashinfer import PagedDecode
 from services.engine.interface import IMPLEMENTATION
 from services.engine.native.kernels import Kernels, kernels
 from services.engine.native.linear import cpu_has_bf16, stream_linears
@@ -54,18 +55,27 @@ class LoadedModel:
     kernels: Kernels | None  # for the attention of single tokens
     weight_bytes: int  # that one decode step reads
 
-    def batch(self, plan: StepPlan, pool: KvPool) -> KvBatch:
+    def batch(self, plan: StepPlan, pool: KvPool, paged: PagedDecode | None = None) -> KvBatch:
         """A step over `pool`, for `forward`."""
-        return KvBatch.of(plan, pool, self.compute_dtype, self.kernels)
+        return KvBatch.of(plan, pool, self.compute_dtype, self.kernels, paged)
 
     def forward(self, batch: KvBatch) -> torch.Tensor:
         """Float32 logits (rows, vocab) of the plan's logit rows. Writes the KV of all its tokens."""
         plan = batch.plan
+        assert plan is not None
+        given = (plan.token_ids, plan.positions, plan.logit_rows)
+        token_ids, positions, rows = (torch.from_numpy(each).to(self.device) for each in given)
+        return self.logits(token_ids, positions, rows, batch)
+
+    def logits(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, batch: KvBatch
+    ) -> torch.Tensor:
+        """Float32 logits (len(rows), vocab) of `rows` of a step's tokens, on the device."""
         output = self.module(
-            input_ids=torch.from_numpy(plan.token_ids).to(self.device)[None],
-            position_ids=torch.from_numpy(plan.positions).to(self.device)[None],
+            input_ids=token_ids[None],
+            position_ids=positions[None],
             use_cache=False,
-            logits_to_keep=torch.from_numpy(plan.logit_rows).to(self.device),
+            logits_to_keep=rows,
             kv_batch=batch,
         )
         return cast(torch.Tensor, output.logits)[0].float()

@@ -91,7 +91,7 @@ def plan_step(slices: Sequence[Slice], *, block_tokens: int, blocks: int, vocab:
         raise InvalidSlice(f"token ids must lie in [0, {vocab})")
     positions = np.concatenate([np.arange(s.start, s.end, dtype=np.int64) for s in slices])
     write_slots = np.concatenate(
-        [_slots(table, s.start, s.end, block_tokens) for s, table in zip(slices, tables, strict=True)]
+        [token_slots(table, s.start, s.end, block_tokens) for s, table in zip(slices, tables, strict=True)]
     )
     if len(np.unique(write_slots)) != len(write_slots):
         raise InvalidSlice("two tokens of one step would be written to the same place")
@@ -101,7 +101,7 @@ def plan_step(slices: Sequence[Slice], *, block_tokens: int, blocks: int, vocab:
         write_slots=write_slots,
         logit_rows=np.array([end - 1 for s, end in zip(slices, ends, strict=True) if s.wants_logits], dtype=np.int64),
         chunks=tuple(
-            Chunk(row=int(row), tokens=len(s.token_ids), slots=_slots(table, 0, s.end, block_tokens))
+            Chunk(row=int(row), tokens=len(s.token_ids), slots=token_slots(table, 0, s.end, block_tokens))
             for s, row, table in zip(slices, rows, tables, strict=True)
             if len(s.token_ids) > 1
         ),
@@ -135,7 +135,7 @@ def _table(s: Slice, block_tokens: int, blocks: int) -> Indices:
     return table
 
 
-def _slots(table: Indices, start: int, end: int, block_tokens: int) -> Indices:
+def token_slots(table: Indices, start: int, end: int, block_tokens: int) -> Indices:
     """The slots of positions [start, end)."""
     positions = np.arange(start, end, dtype=np.int64)
     return table[positions // block_tokens] * block_tokens + positions % block_tokens
@@ -157,6 +157,6 @@ def _group(singles: Singles, members: Sequence[int], block_tokens: int) -> Singl
     lengths = singles.lengths[members]
     slots = np.empty((len(members), int(lengths.max())), dtype=np.int64)
     for i, (start, length) in enumerate(zip(singles.starts[members].tolist(), lengths.tolist(), strict=True)):
-        slots[i, :length] = _slots(singles.tables[start:], 0, length, block_tokens)
+        slots[i, :length] = token_slots(singles.tables[start:], 0, length, block_tokens)
         slots[i, length:] = slots[i, 0]
     return SinglesGroup(rows=singles.rows[members], lengths=lengths, slots=slots)

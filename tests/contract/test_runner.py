@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
+import flashinfer_twin
 import numpy as np
 import pytest
 import torch
@@ -34,11 +35,14 @@ MakeRunner = Callable[[np.ndarray], Runner]
 # gemma2 (softcap) and mistral (window without layer types) are served by the same code paths as the others and more.
 MODELS = (*ARCHITECTURES, "gemma2", "mistral")
 FAST_MODELS = ("llama", "llama_biased", "llama_scaled", "qwen2", "qwen3")
-KINDS = ("generic", "fast", "generic without kernels")
+GPU_TWINS = ("graphs", "paged", "paged graphs")
+"""The GPU's steps on a CPU: a graph's fixed tensors without a graph, FlashInfer's tables with a twin of it."""
+KINDS = ("generic", "fast", "generic without kernels", *GPU_TWINS)
 CASES = [
     *(("generic", model) for model in MODELS),
     *(("generic without kernels", model) for model in ("llama", "gemma3")),
     *(("fast", model) for model in FAST_MODELS),
+    *((twin, model) for twin in GPU_TWINS for model in ("llama", "gemma3", "gemma2", "gpt2")),
 ]
 
 
@@ -49,9 +53,12 @@ def make_runner(kind: str, folder: Path, dtype: Dtype) -> MakeRunner:
         assert kernels() is not None, "the fast path needs a C++ compiler"
         return lambda arena: open_runner(card, dtype=dtype, device="cpu", array=arena, path="fast")
     model = load(card, dtype=dtype)
-    if kind == "generic without kernels":
-        model = dataclasses.replace(model, kernels=None)
-    return lambda arena: GenericRunner(model, arena)
+    if kind == "generic":
+        return lambda arena: GenericRunner(model, arena)
+    bare = dataclasses.replace(model, kernels=None)
+    capture = (lambda compute: compute) if "graphs" in kind else None
+    paged = flashinfer_twin if "paged" in kind else None
+    return lambda arena: GenericRunner(bare, arena, capture=capture, paged=paged)
 
 
 class Case:
