@@ -55,6 +55,7 @@ class WorkerConfig(ServiceConfig):
     device: str = setting("cpu", "Where to compute: cpu, or cuda:N.")
     kv_mib: int = setting(512, "Memory for KV blocks, in MiB.", minimum=1)
     block_tokens: int = setting(16, "Tokens per KV block.", minimum=1, maximum=1024)
+    prefix_cache: str = setting("on", "Whether KV of prompts that begin alike is computed once.", choices=("on", "off"))
     chunk_tokens: int = setting(256, "Most prompt tokens computed in one step.", minimum=1)
     max_batch: int = setting(64, "Most requests in one step.", minimum=1)
     step_cores: str = setting("", "CPU cores of the step thread, for example 0 or 0,1; empty leaves it to the system.")

@@ -48,6 +48,7 @@ def worker_values(view: worker_pb2.WorkerView) -> dict[str, str | int | float]:
         "blocks_held": blocks.held,
         "blocks_leased": blocks.leased,
         "blocks_swapped": blocks.swapped,
+        "blocks_cached": blocks.cached,
         "queued_tokens": view.queued_tokens,
         "running": view.running,
         "waiting": view.waiting,
@@ -60,11 +61,12 @@ def _table(rows: list[dict[str, str | int | float]]) -> Table:
     table = Table()
     for name in shown:
         table.add_column(name.replace("_", " "))
-    for name in ("blocks free", "held", "leased", "heartbeat"):
+    for name in ("blocks free", "cached", "held", "leased", "heartbeat"):
         table.add_column(name, justify="right")
     for row in rows:
-        counts = (f"{row['blocks_free']}/{row['blocks_total']}", str(row["blocks_held"]), str(row["blocks_leased"]))
-        table.add_row(*(str(row[name]) for name in shown), *counts, f"{row['heartbeat_age_s']:.1f} s ago")
+        free = f"{row['blocks_free']}/{row['blocks_total']}"
+        counts = (str(row[f"blocks_{name}"]) for name in ("cached", "held", "leased"))
+        table.add_row(*(str(row[name]) for name in shown), free, *counts, f"{row['heartbeat_age_s']:.1f} s ago")
     return table
 
 

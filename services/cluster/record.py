@@ -13,13 +13,14 @@ State = Literal["starting", "ready", "draining"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockCounts:
-    """KV blocks of a worker; free + held + leased + swapped == total."""
+    """KV blocks of a worker; free + held + leased + swapped == total. `cached` of the free ones hold a known prefix."""
 
     total: int = 0
     free: int = 0
     held: int = 0
     leased: int = 0
     swapped: int = 0
+    cached: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

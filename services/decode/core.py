@@ -2,10 +2,12 @@
 
 Life of a request here
     WAITING     submitted; first come, first served. Waits for blocks: its tokens so far and some room to grow.
-    RECEIVING   (hand-off only) holds its blocks; `Reserved` was reported and the shell pulls the KV into them.
-    COMPUTING   (local prefill only) its pending tokens are computed in chunks under a token budget, in the same steps
-                as everybody's decoding.
+    RECEIVING   (hand-off only) holds its blocks; `Reserved` was reported and the shell pulls the KV into them, except
+                that of a prefix known here: its blocks are shared and never written.
+    COMPUTING   (local prefill only) its pending tokens, those after a known prefix, are computed in chunks under a
+                token budget, in the same steps as everybody's decoding.
     RUNNING     one token per step, reported as `Tokens`.
+                Received or computed, a block is registered for others as soon as it is full.
     ended       `Finished` or `Failed` was reported, its blocks are free, it is forgotten.
     DRAINING    cancelled or failed while RECEIVING: late bytes may still arrive, so the blocks stay until `Drained`.
 
@@ -39,6 +41,7 @@ from services.decode.messages import (
     Tokens,
     TransferFailed,
 )
+from services.engine.prefix import PrefixCache
 from services.engine.sequence import FinishReason, TokenSequence, blocks_needed, finish_reason
 from services.errors import DiptychError, NotAdmitted
 from services.worker.work import Load, Work
@@ -47,7 +50,7 @@ if TYPE_CHECKING:  # its module imports torch
     pass
 
 GROWTH_TOKENS = 64
-"""Room reserved for new tokens at admission, so that a request just admitted does not run out of blocks at once."""
+"""Room reserved for new tokens at admission and when it is used up, so that a request seldom runs out of blocks."""
 
 
 class Stage(Enum):
@@ -70,6 +73,7 @@ class _Request:
     generated: int = 0
     admitted_s: float = 0.0
     ready_s: float = 0.0
+    cached_tokens: int = 0  # of the prompt, when it was first admitted
     chunks: int = 0
     recomputed: int = 0
 
@@ -78,10 +82,12 @@ class _Request:
 class DecodeCore:
     """All requests of one decode worker, in order of arrival.
 
-    `max_batch` bounds the requests of a step, `chunk_tokens` the prompt tokens computed in it beside them.
+    `max_batch` bounds the requests of a step, `chunk_tokens` the prompt tokens computed in it beside them. `prefix` is
+    over the same pool.
     """
 
     pool: BlockPool
+    prefix: PrefixCache
     block_tokens: int
     chunk_tokens: int
     max_batch: int
@@ -122,6 +128,7 @@ class DecodeCore:
         for item, token in zip(work, tokens, strict=True):
             request = self._requests[item.key]
             request.sequence.advance(len(item.slice.token_ids))
+            self.prefix.register(item.key, request.sequence)
             if request.stage is Stage.COMPUTING and request.generated == 0:
                 request.chunks += 1
             if token is None:
@@ -180,6 +187,8 @@ class DecodeCore:
             self._forget(received.key)
             return
         request.sequence.advance(request.sequence.pending)
+        if received.finish is None:  # else the sender may have left out what nobody will read
+            self.prefix.register(received.key, request.sequence)
         request.stage, request.ready_s = Stage.RUNNING, now_s
         request.local = True
         self._add_token(request, received.first_token_id, now_s, finish=received.finish)
@@ -203,26 +212,33 @@ class DecodeCore:
         for request in self._requests.values():
             if request.stage is not Stage.WAITING:
                 continue
-            left = request.submit.max_new_tokens - request.generated
-            room = min(left, GROWTH_TOKENS)
-            needed = request.sequence.blocks_missing(self.block_tokens, room_tokens=room)
-            if not self.pool.can_allocate(needed):
+            cached_tokens = self.prefix.admit(request.submit.key, request.sequence, room_tokens=_room_tokens(request))
+            if cached_tokens is None:
                 return  # first come, first served: nobody passes
-            key = request.submit.key
-            request.sequence.add_blocks(self.pool.allocate(needed, key))
-            request.admitted_s = request.admitted_s or now_s
+            if request.recomputed == 0:
+                request.admitted_s, request.cached_tokens = now_s, cached_tokens
             if request.local:
                 request.stage = Stage.COMPUTING
             else:
                 request.stage = Stage.RECEIVING
-                prompt_blocks = blocks_needed(len(request.sequence.token_ids), self.block_tokens)
-                self._events.append(Reserved(key=key, blocks=tuple(request.sequence.blocks[:prompt_blocks])))
+                self._events.append(self._reserved(request))
+
+    def _reserved(self, request: _Request) -> Reserved:
+        prompt_blocks = blocks_needed(len(request.sequence.token_ids), self.block_tokens)
+        blocks = tuple(request.sequence.blocks[:prompt_blocks])
+        return Reserved(key=request.submit.key, blocks=blocks, skip_tokens=request.sequence.computed)
 
     def _make_room(self, running: Sequence[_Request]) -> None:
-        """Gives every running request a block for its next token, oldest first; the youngest give theirs up for it."""
+        """Gives every running request a block for its next token, oldest first; the youngest give theirs up for it.
+
+        Where there is enough for all, it gets some room to grow with it: neighbours, while single blocks would scatter.
+        """
         for request in running:
             while request.stage is Stage.RUNNING and request.sequence.blocks_missing(self.block_tokens):
-                if self.pool.can_allocate(1):
+                room_blocks = request.sequence.blocks_missing(self.block_tokens, room_tokens=_room_tokens(request))
+                if self.pool.can_allocate(room_blocks * len(running)):
+                    request.sequence.add_blocks(self.pool.extend(request.submit.key, room_blocks))
+                elif self.pool.can_allocate(1):
                     request.sequence.add_blocks(self.pool.extend(request.submit.key, 1))
                 else:
                     self._give_up_blocks(self._youngest())
@@ -232,7 +248,7 @@ class DecodeCore:
 
     def _give_up_blocks(self, request: _Request) -> None:
         self.pool.free(request.submit.key)
-        request.sequence = TokenSequence(token_ids=request.sequence.token_ids)
+        request.sequence = request.sequence.without_blocks()
         request.stage = Stage.WAITING
         request.recomputed += 1
 
@@ -257,6 +273,7 @@ class DecodeCore:
             submitted_s=request.submitted_s,
             admitted_s=request.admitted_s,
             ready_s=request.ready_s,
+            cached_tokens=request.cached_tokens,
             chunks=request.chunks,
         )
         self._events.append(began)
@@ -289,3 +306,7 @@ class DecodeCore:
                 self.pool.drained(key)
             case _:
                 self.pool.free(key)
+
+
+def _room_tokens(request: _Request) -> int:
+    return min(request.submit.max_new_tokens - request.generated, GROWTH_TOKENS)

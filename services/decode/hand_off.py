@@ -37,8 +37,11 @@ class Puller:
         self._receiver, self._channels = receiver, channels
         self._layout, self._incarnation = layout, incarnation
 
-    async def pull(self, hand_off: HandOff, blocks: tuple[int, ...], tokens: int, limit_s: float) -> Received:
-        """Pulls KV of `tokens` tokens into `blocks`. HandOffLost when it does not come.
+    async def pull(
+        self, hand_off: HandOff, blocks: tuple[int, ...], *, tokens: int, skip_tokens: int, limit_s: float
+    ) -> Received:
+        """Pulls KV of tokens [skip_tokens, tokens) into `blocks`, which begin at token 0. HandOffLost when it does not
+        come.
 
         However it ends, nothing writes to the blocks afterwards.
         """
@@ -51,7 +54,7 @@ class Puller:
             sender_incarnation=hand_off.sender.incarnation,
             receiver_incarnation=self._incarnation,
             layout=self._layout,
-            skip_tokens=0,
+            skip_tokens=skip_tokens,
         )
         try:
             return await self._receiver.pull(control, opening, block_ids=blocks, tokens=tokens, timeout_s=limit_s)

@@ -60,10 +60,14 @@ Command = Submit | Cancel | Received | TransferFailed | Drained
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reserved:
-    """Blocks for the hand-off are there: pull into them."""
+    """Blocks for the hand-off are there: pull the KV of tokens from `skip_tokens` on into them.
+
+    That of the tokens before is there already, in whole blocks that others may share: nobody may write to them.
+    """
 
     key: str
     blocks: tuple[int, ...]
+    skip_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,6 +87,7 @@ class Began:
     submitted_s: float
     admitted_s: float
     ready_s: float  # received, or the local prefill computed
+    cached_tokens: int  # of the prompt, from the prefix cache
     chunks: int  # of the local prefill
 
 

@@ -129,21 +129,26 @@ class DecodeService:
         if stream is None or stream.hand_off is None:
             self._submit(Drained(event.key))  # closed meanwhile: nothing was ever asked for
             return
-        pull = self._pull(event.key, stream, stream.hand_off, event.blocks)
+        pull = self._pull(event, stream, stream.hand_off)
         stream.pull = self._spawn(pull, stream.context)
         # However the pull ends, even cancelled before it began, nothing writes to the blocks afterwards.
         stream.pull.add_done_callback(lambda _: self._submit(Drained(event.key)))
 
-    async def _pull(self, key: str, stream: Stream, hand_off: HandOff, blocks: tuple[int, ...]) -> None:
+    async def _pull(self, event: Reserved, stream: Stream, hand_off: HandOff) -> None:
         try:
-            limit_s = max(0.1, hand_off.deadline_s - time.monotonic())
-            arrived = await self._puller.pull(hand_off, blocks, stream.prompt_tokens, limit_s)
+            arrived = await self._puller.pull(
+                hand_off,
+                event.blocks,
+                tokens=stream.prompt_tokens,
+                skip_tokens=event.skip_tokens,
+                limit_s=max(0.1, hand_off.deadline_s - time.monotonic()),
+            )
         except DiptychError as error:
-            self._submit(TransferFailed(key, error))
+            self._submit(TransferFailed(event.key, error))
         else:
             stream.arrived = arrived
             finish = finish_named(arrived.finished)
-            self._submit(Received(key=key, first_token_id=arrived.first_token_id, finish=finish))
+            self._submit(Received(key=event.key, first_token_id=arrived.first_token_id, finish=finish))
         finally:
             stream.pull = None
 

@@ -92,7 +92,9 @@ def _response(events: Sequence[Began | Tokens | Finished], stream: Stream) -> de
 
 
 def _begin(event: Began, arrived: Arrived | None) -> decode_pb2.DecodeBegin:
-    begin = decode_pb2.DecodeBegin(queue=to_duration(event.admitted_s - event.submitted_s))
+    begin = decode_pb2.DecodeBegin(
+        queue=to_duration(event.admitted_s - event.submitted_s), cached_tokens=event.cached_tokens
+    )
     if arrived:
         begin.transfer.CopyFrom(to_report(arrived))
     else:
@@ -152,6 +154,6 @@ class _Recorded:
             attributes = {
                 "diptych.prompt_tokens": self._stream.prompt_tokens,
                 "diptych.chunks": event.chunks,
-                "diptych.cached_tokens": 0,
+                "diptych.cached_tokens": event.cached_tokens,
             }
             tracing.record(spans.PREFILL_COMPUTE, event.admitted_s, event.ready_s, attributes)

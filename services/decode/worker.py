@@ -20,6 +20,7 @@ def assemble(parts: Parts) -> Part[Command, Event]:
     service = DecodeService(Puller(receiver, parts.channels, parts.layout, parts.identity.incarnation))
     core = DecodeCore(
         pool=parts.pool,
+        prefix=parts.prefix,
         block_tokens=parts.config.block_tokens,
         chunk_tokens=parts.config.chunk_tokens,
         max_batch=parts.config.max_batch,

@@ -6,6 +6,7 @@ It runs transformers' own model code over a paged KV cache. Data flows through t
     card       the folder -> what everybody must know about the model, without torch
     model      the folder -> weights in memory, or a refusal by name
     sequence   one request's tokens, what of them is computed, when it ends
+    prefix     sequences that begin alike share their first blocks
     plan       the slices of one step -> where every token is written and what it may see
     attention  the attention function that transformers calls: writes and reads the blocks
     runner     one step: slices in, logits out

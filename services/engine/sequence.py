@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from kvtransfer.contents import BlockKey
 from services.engine.plan import Slice
 
 FinishReason = Literal["stop", "length"]
@@ -33,11 +34,17 @@ def finish_reason(
 
 @dataclass(kw_only=True, slots=True)
 class TokenSequence:
-    """Token ids from position 0, of which the first `computed` have their KV in `blocks`."""
+    """Token ids from position 0, of which the first `computed` have their KV in `blocks`.
+
+    `block_keys` name the content of full blocks, as far as somebody asked for it; the pool was told those of the first
+    `registered` blocks. Both are the prefix cache's business.
+    """
 
     token_ids: list[int]
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
+    block_keys: list[BlockKey] = field(default_factory=list)
+    registered: int = 0
 
     @property
     def pending(self) -> int:
@@ -73,3 +80,7 @@ class TokenSequence:
     def append(self, token: int) -> None:
         """Add a sampled token at the end; its KV is pending."""
         self.token_ids.append(token)
+
+    def without_blocks(self) -> TokenSequence:
+        """The same tokens, all of them to be computed again."""
+        return TokenSequence(token_ids=self.token_ids, block_keys=self.block_keys)

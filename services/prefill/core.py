@@ -3,8 +3,9 @@
 Life of a request here
     WAITING    submitted; first come, first served. Waits until the pool has blocks for its whole prompt. KV that nobody
                has pulled yet occupies blocks, so a slow receiver holds admission back instead of being overrun.
-    COMPUTING  holds its blocks (`Admitted`); computed in chunks under a token budget shared with the others
-               (`Progress` after each chunk, so that finished parts can leave at once).
+    COMPUTING  holds its blocks (`Admitted`), those of a known prefix shared with others and computed already; the rest
+               is computed in chunks under a token budget shared with the others (`Progress` after each chunk, and for
+               the cached tokens at once, so that finished parts can leave). Full blocks are registered for others.
     COMPUTED   its first token was sampled (`FirstToken`); the blocks are leased to the transfer.
     then `Released` (acknowledged, expired, given up): blocks are free, the request is forgotten.
 
@@ -21,6 +22,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from kvtransfer.blocks import BlockPool, BlockState
+from services.engine.prefix import PrefixCache
 from services.engine.sequence import TokenSequence, blocks_needed, finish_reason
 from services.errors import Cancelled, DiptychError, HandOffLost, NotAdmitted
 from services.prefill.messages import Admitted, Cancel, Command, Event, Failed, FirstToken, Progress, Released, Submit
@@ -46,14 +48,19 @@ class _Prompt:
     sequence: TokenSequence
     stage: Stage = Stage.WAITING
     admitted_s: float = 0.0
+    cached_tokens: int = 0
     chunks: int = 0
 
 
 @dataclass(kw_only=True)
 class PrefillCore:
-    """All prompts of one prefill worker. `chunk_tokens` bounds the tokens of a step, `max_batch` its requests."""
+    """All prompts of one prefill worker. `chunk_tokens` bounds the tokens of a step, `max_batch` its requests.
+
+    `prefix` is over the same pool.
+    """
 
     pool: BlockPool
+    prefix: PrefixCache
     block_tokens: int
     chunk_tokens: int
     max_batch: int
@@ -90,6 +97,7 @@ class PrefillCore:
             prompt = self._prompts[item.key]
             prompt.sequence.advance(len(item.slice.token_ids))
             prompt.chunks += 1
+            self.prefix.register(item.key, prompt.sequence)
             self._events.append(Progress(key=item.key, computed_tokens=prompt.sequence.computed))
             if token is not None:
                 self._finish(prompt, token, now_s)
@@ -159,12 +167,14 @@ class PrefillCore:
         for prompt in self._prompts.values():
             if prompt.stage is not Stage.WAITING:
                 continue
-            needed = prompt.sequence.blocks_missing(self.block_tokens)
-            if not self.pool.can_allocate(needed):
+            key = prompt.submit.key
+            cached_tokens = self.prefix.admit(key, prompt.sequence)
+            if cached_tokens is None:
                 return  # first come, first served: nobody passes
-            prompt.sequence.add_blocks(self.pool.allocate(needed, prompt.submit.key))
-            prompt.stage, prompt.admitted_s = Stage.COMPUTING, now_s
-            self._events.append(Admitted(key=prompt.submit.key, blocks=tuple(prompt.sequence.blocks)))
+            prompt.stage, prompt.admitted_s, prompt.cached_tokens = Stage.COMPUTING, now_s, cached_tokens
+            self._events.append(Admitted(key=key, blocks=tuple(prompt.sequence.blocks)))
+            if cached_tokens:
+                self._events.append(Progress(key=key, computed_tokens=cached_tokens))
 
     def _finish(self, prompt: _Prompt, token: int, now_s: float) -> None:
         submit = prompt.submit
@@ -179,6 +189,7 @@ class PrefillCore:
                 submitted_s=prompt.submitted_s,
                 admitted_s=prompt.admitted_s,
                 computed_s=now_s,
+                cached_tokens=prompt.cached_tokens,
                 chunks=prompt.chunks,
             )
         )

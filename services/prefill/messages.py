@@ -66,6 +66,7 @@ class FirstToken:
     submitted_s: float
     admitted_s: float
     computed_s: float
+    cached_tokens: int  # of the prompt, from the prefix cache
     chunks: int
 
 

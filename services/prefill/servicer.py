@@ -59,6 +59,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         return prefill_pb2.PrefillResponse(
             token_id=first.token_id,
             finish_reason=to_finish(first.finish),
+            cached_tokens=first.cached_tokens,
             queue=to_duration(first.admitted_s - first.submitted_s),
             compute=to_duration(first.computed_s - first.admitted_s),
             chunks=first.chunks,
@@ -108,5 +109,9 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
 
 def _record(first: FirstToken, tokens: int) -> None:
     tracing.record(spans.PREFILL_QUEUE, first.submitted_s, first.admitted_s)
-    attributes = {"diptych.prompt_tokens": tokens, "diptych.chunks": first.chunks, "diptych.cached_tokens": 0}
+    attributes = {
+        "diptych.prompt_tokens": tokens,
+        "diptych.chunks": first.chunks,
+        "diptych.cached_tokens": first.cached_tokens,
+    }
     tracing.record(spans.PREFILL_COMPUTE, first.admitted_s, first.computed_s, attributes)

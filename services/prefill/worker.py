@@ -24,6 +24,7 @@ def assemble(parts: Parts) -> Part[Command, Event]:
     service = PrefillService(sender)
     core = PrefillCore(
         pool=parts.pool,
+        prefix=parts.prefix,
         block_tokens=parts.config.block_tokens,
         chunk_tokens=parts.config.chunk_tokens,
         max_batch=parts.config.max_batch,

@@ -123,7 +123,12 @@ def _view(worker: LiveWorker) -> worker_pb2.WorkerView:
         model=record.model,
         context_tokens=record.context_tokens,
         blocks=worker_pb2.BlockCounts(
-            total=blocks.total, free=blocks.free, held=blocks.held, leased=blocks.leased, swapped=blocks.swapped
+            total=blocks.total,
+            free=blocks.free,
+            held=blocks.held,
+            leased=blocks.leased,
+            swapped=blocks.swapped,
+            cached=blocks.cached,
         ),
         block_tokens=record.block_tokens,
         queued_tokens=record.queued_tokens,

@@ -26,6 +26,7 @@ from services.config import WorkerConfig
 from services.engine.card import ModelCard, read_card
 from services.engine.catalog import resolve
 from services.engine.errors import EngineError
+from services.engine.prefix import PrefixCache
 from services.engine.runner import open_runner
 from services.errors import StartError
 from services.process import keep_to_cores, parse_cores
@@ -57,6 +58,7 @@ class Parts:
     layout: KvLayout
     arena: Arena
     pool: BlockPool
+    prefix: PrefixCache
     transport: Transport
     channels: Channels
 
@@ -167,13 +169,21 @@ async def _equip(config: WorkerConfig, identity: Identity, stack: contextlib.Asy
     stack.push_async_callback(transport.aclose)
     channels = Channels()
     stack.push_async_callback(channels.aclose)
+    pool = BlockPool(blocks)
+    prefix = PrefixCache(
+        pool,
+        block_tokens=layout.block_tokens,
+        fingerprint=layout.fingerprint(),
+        enabled=config.prefix_cache == "on",
+    )
     parts = Parts(
         config=config,
         identity=identity,
         card=card,
         layout=layout,
         arena=arena,
-        pool=BlockPool(blocks),
+        pool=pool,
+        prefix=prefix,
         transport=transport,
         channels=channels,
     )
@@ -195,7 +205,12 @@ def _record(parts: Parts, role: Role, thread: StepThread[CommandT, EventT]) -> W
         context_tokens=parts.card.context_tokens,
         block_tokens=parts.layout.block_tokens,
         blocks=BlockCounts(
-            total=blocks.total, free=blocks.free, held=blocks.held, leased=blocks.leased, swapped=blocks.swapped
+            total=blocks.total,
+            free=blocks.free,
+            held=blocks.held,
+            leased=blocks.leased,
+            swapped=blocks.swapped,
+            cached=blocks.cached,
         ),
         queued_tokens=load_now.queued_tokens,
         running=load_now.running,

@@ -71,14 +71,18 @@ def check_usage(answers: Sequence[Answer], asked: Sequence[Sequence[int]]) -> No
         assert answer.finish is not None
         assert answer.finish.usage.prompt_tokens == len(ids)
         assert answer.finish.usage.completion_tokens == len(answer.token_ids)
+        assert answer.finish.usage.cached_tokens == 0
 
 
 async def compare(folder: str, model: str, vocab: int, redis_url: str) -> None:
-    """Disaggregated first; then the prefill worker is taken away for good, and decode prefills by itself."""
+    """Disaggregated first; then the prefill worker is taken away for good, and decode prefills by itself.
+
+    Without a prefix cache: the second time, decode would know every prompt.
+    """
     asked = prompts(folder, vocab)
     expected = reference(folder, asked)
     assert len({tuple(answer) for answer in expected}) > len(expected) // 2, "the reference says the same all the time"
-    with services_by_hand(model, redis_url) as made:
+    with services_by_hand(model, redis_url, worker=("--dtype=fp32", "--prefix-cache=off")) as made:
         for disaggregated in (True, False):
             if not disaggregated:
                 made.end("prefill")

@@ -19,6 +19,7 @@ from meshes import Mesh, start
 from traces import Collector, Span, collecting, tree
 
 PROMPT_TOKENS, NEW_TOKENS = 40, 6
+TOKEN_BYTES = 3 * 2 * 2 * 16 * 4  # of the tiny model: layers × {K, V} × heads × numbers × bytes
 # Every span of a request whose prompt is computed by a prefill worker, and the service it must come from.
 SERVICES = {
     "gateway.request": "diptych-gateway",
@@ -90,9 +91,9 @@ def whole(spans: list[Span]) -> bool:
     return set(SERVICES) <= {span.name for span in spans}
 
 
-async def send(mesh: Mesh, door: str, traceparent: str) -> str:
-    """One request through a door of the gateway; returns its id."""
-    prompt = list(range(10, 10 + PROMPT_TOKENS))
+async def send(mesh: Mesh, door: str, traceparent: str, first: int = 10) -> str:
+    """One request through a door of the gateway, whose prompt begins with the token `first`; returns its id."""
+    prompt = list(range(first, first + PROMPT_TOKENS))
     if door == "grpc":
         asked = request(prompt, max_tokens=NEW_TOKENS, ignore_eos=True)
         return (await ask(mesh, asked, metadata=[("traceparent", traceparent)])).request_id
@@ -127,15 +128,15 @@ async def test_a_request_is_one_trace_over_four_services_under_the_callers_span(
 @pytest.mark.slow
 async def test_spans_say_what_was_computed_and_moved_and_by_whom(traced: Traced) -> None:
     by = caller()
-    await send(traced.mesh, "grpc", by.traceparent)
+    await send(traced.mesh, "grpc", by.traceparent, first=100)
     of = {span.name: span.attributes for span in traced.collector.wait(by.trace_id, whole)}
     place, transfer = of["scheduler.place"], of["kv.transfer"]
     assert (place["diptych.prefill_worker"], place["diptych.decode_worker"]) == ("prefill-0", "decode-0")
     assert place["diptych.queue_s"] >= 0
     compute = of["prefill.compute"]
     assert (compute["diptych.prompt_tokens"], compute["diptych.chunks"]) == (PROMPT_TOKENS, 1)
-    # Of the tiny model: 3 layers × keys and values × 2 heads × 16 numbers × 4 bytes.
-    assert transfer["diptych.bytes"] == PROMPT_TOKENS * 3 * 2 * 2 * 16 * 4
+    assert compute["diptych.cached_tokens"] == 0
+    assert transfer["diptych.bytes"] == PROMPT_TOKENS * TOKEN_BYTES
     assert transfer["diptych.pieces"] >= 1
     assert transfer["diptych.transport"] == "ucx"
     assert transfer["diptych.gigabytes_per_second"] > 0
@@ -143,6 +144,16 @@ async def test_spans_say_what_was_computed_and_moved_and_by_whom(traced: Traced)
     assert of["decode.run"]["diptych.finish_reason"] == "length"
     assert of["decode.run"]["diptych.recomputed"] == 0
     assert all(name.startswith("diptych.") for attributes in of.values() for name in attributes)
+
+
+@pytest.mark.slow
+async def test_spans_say_what_was_cached(traced: Traced) -> None:
+    for cached in (0, 32):
+        by = caller()
+        await send(traced.mesh, "grpc", by.traceparent, first=200)
+        of = {span.name: span.attributes for span in traced.collector.wait(by.trace_id, whole)}
+        assert of["prefill.compute"]["diptych.cached_tokens"] == cached
+        assert of["kv.transfer"]["diptych.bytes"] == (PROMPT_TOKENS - cached) * TOKEN_BYTES
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ RECORD = WorkerRecord(
     fingerprint="f",
     context_tokens=2048,
     block_tokens=16,
-    blocks=BlockCounts(total=10, free=4, held=3, leased=2, swapped=1),
+    blocks=BlockCounts(total=10, free=4, held=3, leased=2, swapped=1, cached=3),
     queued_tokens=7,
     running=2,
     waiting=1,

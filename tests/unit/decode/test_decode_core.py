@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -22,20 +24,34 @@ from services.decode.messages import (
     Tokens,
     TransferFailed,
 )
+from services.engine.prefix import PrefixCache
 from services.engine.sampling import SamplingSpec
 from services.errors import HandOffLost, NotAdmitted
 
 BLOCK = 4
 
 
-def core(blocks: int = 64, chunk_tokens: int = 6, max_batch: int = 8) -> DecodeCore:
-    return DecodeCore(pool=BlockPool(blocks), block_tokens=BLOCK, chunk_tokens=chunk_tokens, max_batch=max_batch)
+def core(blocks: int = 64, chunk_tokens: int = 6, max_batch: int = 8, *, prefix_cache: bool = True) -> DecodeCore:
+    pool = BlockPool(blocks)
+    return DecodeCore(
+        pool=pool,
+        prefix=PrefixCache(pool, block_tokens=BLOCK, fingerprint="f", enabled=prefix_cache),
+        block_tokens=BLOCK,
+        chunk_tokens=chunk_tokens,
+        max_batch=max_batch,
+    )
 
 
 def request(
-    key: str, tokens: int = 5, *, max_new_tokens: int = 4, stop: frozenset[int] = frozenset(), local: bool = True
+    key: str,
+    tokens: int = 5,
+    *,
+    max_new_tokens: int = 4,
+    stop: frozenset[int] = frozenset(),
+    local: bool = True,
+    ids: Sequence[int] = (),
 ) -> Submit:
-    ids = tuple(range(1, tokens + 1))
+    ids = tuple(ids) or tuple(range(1, tokens + 1))
     return Submit(
         key=key,
         token_ids=ids,
@@ -52,10 +68,17 @@ def next_token(token_ids: tuple[int, ...]) -> int:
 
 
 class Model:
-    """Executes work like the engine: remembers what was written where, and samples from what it reads back."""
+    """Executes work like the engine: remembers what was written where, and samples from what it reads back.
+
+    Nobody writes to a block that somebody else may read.
+    """
 
     def __init__(self) -> None:
         self.slots: dict[tuple[int, int], int] = {}
+
+    def write(self, c: DecodeCore, key: str, block: int, offset: int, token: int) -> None:
+        assert [owner for owner in c.pool.owners() if block in c.pool.blocks(owner)] == [key]
+        self.slots[block, offset] = token
 
     def step(self, c: DecodeCore, now_s: float = 0.0) -> list[tuple[str, int, int]]:
         work = c.plan(now_s)
@@ -63,17 +86,18 @@ class Model:
         for item in work:
             s = item.slice
             for position, token in enumerate(s.token_ids, s.start):
-                self.slots[s.blocks[position // BLOCK], position % BLOCK] = token
+                self.write(c, item.key, s.blocks[position // BLOCK], position % BLOCK, token)
             history = tuple(self.slots[s.blocks[p // BLOCK], p % BLOCK] for p in range(s.end))
             tokens.append(next_token(history) if s.wants_logits else None)
         c.complete(work, tokens, now_s)
         c.check()
         return [(item.key, item.slice.start, len(item.slice.token_ids)) for item in work]
 
-    def receive(self, blocks: tuple[int, ...], token_ids: tuple[int, ...]) -> int:
-        """Puts a prompt's KV into blocks, as a hand-off does; returns the first token."""
-        for position, token in enumerate(token_ids):
-            self.slots[blocks[position // BLOCK], position % BLOCK] = token
+    def receive(self, c: DecodeCore, reserved: Reserved, token_ids: tuple[int, ...], *, damaged: bool = False) -> int:
+        """Puts a prompt's KV into blocks, as a hand-off does; returns the first token. `damaged`: it goes wrong."""
+        for position, token in list(enumerate(token_ids))[reserved.skip_tokens :]:
+            block = reserved.blocks[position // BLOCK]
+            self.write(c, reserved.key, block, position % BLOCK, -1 if damaged else token)
         return next_token(token_ids)
 
 
@@ -130,7 +154,7 @@ def test_a_handed_over_request_goes_on_from_the_first_token() -> None:
     assert model.step(c) == []
     (reserved,) = c.take_events()
     assert isinstance(reserved, Reserved) and len(reserved.blocks) == 3
-    first = model.receive(reserved.blocks, submit.token_ids)
+    first = model.receive(c, reserved, submit.token_ids)
     c.apply(Received(key="a", first_token_id=first, finish=None), 1.0)
     events = run(c, model)
     assert answers(events) == {"a": expected(submit)}
@@ -199,7 +223,7 @@ def test_a_handed_over_request_that_gives_way_is_computed_again_here() -> None:
     c.apply(young, 0.0)
     model.step(c)
     reserved = next(e for e in c.take_events() if isinstance(e, Reserved))
-    first = model.receive(reserved.blocks, young.token_ids)
+    first = model.receive(c, reserved, young.token_ids)
     c.apply(Received(key="young", first_token_id=first, finish=None), 0.0)
     events: list[Event] = [Tokens(key="old", offset=0, token_ids=(expected(old)[0],)), *run(c, model, steps=500)]
     assert answers(events) == {"old": expected(old), "young": expected(young)}
@@ -288,6 +312,137 @@ def test_a_failed_step_ends_its_requests() -> None:
     assert c.load().blocks.free == 64
 
 
+def local(c: DecodeCore, model: Model, submit: Submit) -> list[Event]:
+    """One request alone, from its submission to its end."""
+    c.apply(submit, 0.0)
+    return run(c, model)
+
+
+def handed_over(c: DecodeCore, submit: Submit) -> Reserved:
+    """Submits a request, and returns what is to be pulled for it."""
+    c.apply(submit, 0.0)
+    c.plan(0.0)
+    (reserved,) = [event for event in c.take_events() if isinstance(event, Reserved)]
+    return reserved
+
+
+def test_a_prompt_asked_again_is_computed_from_its_first_unknown_block_on() -> None:
+    c, model = core(chunk_tokens=100), Model()
+    first, again = request("a", 9), request("b", 9)
+    local(c, model, first)
+    assert c.load().blocks.free == 64 and c.load().blocks.cached == 3  # 9 and 3 tokens with KV: the fourth has none
+    c.apply(again, 0.0)
+    assert model.step(c) == [("b", 8, 1)]
+    events = [*c.take_events(), *run(c, model)]
+    assert answers(events) == {"b": expected(again)}
+    assert [e.cached_tokens for e in events if isinstance(e, Began)] == [8]
+
+
+def test_a_conversation_goes_on_from_the_blocks_of_its_last_turn() -> None:
+    c, model = core(chunk_tokens=100), Model()
+    first = request("a", 9, max_new_tokens=8)
+    answer = answers(local(c, model, first))["a"]
+    second = request("b", ids=(*first.token_ids, *answer, 7, 8), max_new_tokens=5)
+    c.apply(second, 0.0)
+    assert model.step(c) == [("b", 16, 3)], "9 + 7 tokens had their KV"
+    assert answers([*c.take_events(), *run(c, model)]) == {"b": expected(second)}
+
+
+def test_a_hand_off_skips_what_is_known_here_and_shares_its_blocks() -> None:
+    c, model = core(), Model()
+    local(c, model, request("a", 9))
+    again = request("b", 14, local=False)
+    reserved = handed_over(c, again)
+    assert (reserved.skip_tokens, len(reserved.blocks)) == (8, 4)
+    first = model.receive(c, reserved, again.token_ids)
+    c.apply(Received(key="b", first_token_id=first, finish=None), 1.0)
+    events = run(c, model)
+    assert answers(events) == {"b": expected(again)}
+    assert [e.cached_tokens for e in events if isinstance(e, Began)] == [8]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "skipped"), [(1, 0), (BLOCK - 1, 0), (BLOCK, 0), (BLOCK + 1, BLOCK), (3 * BLOCK, 2 * BLOCK)]
+)
+def test_what_came_by_a_hand_off_is_known_afterwards(tokens: int, skipped: int) -> None:
+    c, model = core(), Model()
+    reserved = handed_over(c, request("a", tokens, local=False))
+    assert reserved.skip_tokens == 0
+    first = model.receive(c, reserved, tuple(range(1, tokens + 1)))
+    c.apply(Received(key="a", first_token_id=first, finish=None), 1.0)
+    assert handed_over(c, request("b", tokens, local=False)).skip_tokens == skipped
+
+
+def test_requests_that_wait_for_their_kv_share_nothing_of_it() -> None:
+    c = core()
+    one, two = (handed_over(c, request(key, 9, local=False)) for key in "ab")
+    assert one.skip_tokens == two.skip_tokens == 0
+    assert not set(one.blocks) & set(two.blocks)
+
+
+def test_a_hand_off_that_failed_or_ended_early_leaves_nothing_behind() -> None:
+    """When the first token ends a request, the sender leaves the pieces out that are not on their way."""
+    c, model = core(), Model()
+    for end in (TransferFailed("a", HandOffLost("gone")), Received(key="a", first_token_id=3, finish="stop")):
+        reserved = handed_over(c, request("a", 9, local=False))
+        assert reserved.skip_tokens == 0
+        model.receive(c, reserved, tuple(range(9)), damaged=True)
+        c.apply(end, 0.0)
+        c.apply(Drained("a"), 0.0)
+        assert (c.load().blocks.free, c.load().blocks.cached) == (64, 0)
+
+
+def test_shared_blocks_stay_with_a_draining_request_until_it_is_drained() -> None:
+    c, model = core(blocks=8, chunk_tokens=100), Model()
+    local(c, model, request("a", 9, max_new_tokens=1))
+    handed_over(c, request("b", 14, local=False, max_new_tokens=1))
+    c.apply(Cancel("b"), 0.0)
+    assert c.load().blocks.free == 4
+    local(c, model, request("c", ids=range(50, 65), max_new_tokens=1))
+    c.apply(Drained("b"), 0.0)
+    assert handed_over(c, request("d", 14, local=False)).skip_tokens == 8
+
+
+def test_requests_share_a_prefix_while_they_run_and_one_of_them_is_cancelled() -> None:
+    c, model = core(chunk_tokens=4), Model()
+    submits = [request(key, ids=(*range(1, 13), last), max_new_tokens=9) for key, last in (("a", 21), ("b", 22))]
+    c.apply(submits[0], 0.0)
+    for _ in range(3):
+        model.step(c)
+    c.apply(submits[1], 0.0)
+    model.step(c)
+    assert c.pool.blocks("a")[:3] == c.pool.blocks("b")[:3]
+    c.apply(Cancel("a"), 0.0)
+    events = run(c, model)
+    assert answers(events)["b"] == expected(submits[1])
+    assert c.load().blocks.free == 64
+
+
+def test_a_request_that_gave_way_takes_up_what_is_left_of_its_blocks() -> None:
+    submits = [request("a", 4, max_new_tokens=90), request("b", ids=range(50, 54), max_new_tokens=90)]
+    computed = []
+    for prefix_cache in (True, False):
+        c, model = core(blocks=40, chunk_tokens=64, prefix_cache=prefix_cache), Model()
+        for submit in submits:
+            c.apply(submit, 0.0)
+        tokens, events = 0, []
+        while work := model.step(c):
+            tokens += sum(count for _, _, count in work)
+            events += c.take_events()
+        assert answers(events) == {submit.key: expected(submit) for submit in submits}
+        assert next(e.recomputed for e in events if isinstance(e, Finished) and e.key == "b") > 0
+        computed.append(tokens)
+    assert computed[0] < computed[1]
+
+
+def test_without_a_prefix_cache_nothing_is_shared() -> None:
+    c, model = core(chunk_tokens=100, prefix_cache=False), Model()
+    local(c, model, request("a", 9))
+    c.apply(request("b", 9), 0.0)
+    assert model.step(c) == [("b", 0, 9)]
+    assert c.load().blocks.cached == 0
+
+
 class DecodeMachine(RuleBasedStateMachine):
     """Random commands in a tight pool: blocks add up, no stream has a gap, every answer is the undisturbed one."""
 
@@ -295,7 +450,7 @@ class DecodeMachine(RuleBasedStateMachine):
         super().__init__()
         self.core, self.model = core(blocks=14, chunk_tokens=5, max_batch=3), Model()
         self.submits: dict[str, Submit] = {}
-        self.reserved: dict[str, tuple[int, ...]] = {}
+        self.reserved: dict[str, Reserved] = {}
         self.cancelled: set[str] = set()
         self.events: list[Event] = []
 
@@ -303,11 +458,23 @@ class DecodeMachine(RuleBasedStateMachine):
         for event in self.core.take_events():
             self.events.append(event)
             if isinstance(event, Reserved):
-                self.reserved[event.key] = event.blocks
+                self.reserved[event.key] = event
 
-    @rule(tokens=st.integers(1, 20), new=st.integers(1, 20), local=st.booleans())
-    def submit(self, tokens: int, new: int, local: bool) -> None:
-        submit = request(f"r{len(self.submits)}", tokens, max_new_tokens=new, local=local)
+    @rule(alike=st.integers(0, 20), tokens=st.integers(1, 20), new=st.integers(1, 20), local=st.booleans())
+    def submit(self, alike: int, tokens: int, new: int, local: bool) -> None:
+        ids = [n + 1 if n < alike else 1000 * len(self.submits) + n for n in range(tokens)]
+        submit = request(f"r{len(self.submits)}", ids=ids, max_new_tokens=new, local=local)
+        self.submits[submit.key] = submit
+        self.core.apply(submit, 0.0)
+
+    @precondition(lambda self: any(len(stream) > 1 for stream in answers(self.events).values()))
+    @rule(data=st.data(), tokens=st.integers(1, 5), new=st.integers(1, 9), local=st.booleans())
+    def next_turn(self, data: st.DataObject, tokens: int, new: int, local: bool) -> None:
+        """Goes on from a request and what is known of its answer."""
+        streams = answers(self.events)
+        key = data.draw(st.sampled_from(sorted(streams)))
+        ids = (*self.submits[key].token_ids, *streams[key])[:30] + tuple(range(tokens))
+        submit = request(f"r{len(self.submits)}", ids=ids, max_new_tokens=new, local=local)
         self.submits[submit.key] = submit
         self.core.apply(submit, 0.0)
 
@@ -320,9 +487,10 @@ class DecodeMachine(RuleBasedStateMachine):
     @rule(data=st.data(), arrives=st.booleans())
     def transfer_ends(self, data: st.DataObject, arrives: bool) -> None:
         key = data.draw(st.sampled_from(sorted(self.reserved)))
-        blocks = self.reserved.pop(key)
+        reserved, token_ids = self.reserved.pop(key), self.submits[key].token_ids
+        draining = key in self.cancelled
+        first = self.model.receive(self.core, reserved, token_ids, damaged=draining or not arrives)
         if arrives:
-            first = self.model.receive(blocks, self.submits[key].token_ids)
             finish = "length" if self.submits[key].max_new_tokens == 1 else None
             self.core.apply(Received(key=key, first_token_id=first, finish=finish), 0.0)
         else:

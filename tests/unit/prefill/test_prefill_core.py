@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvtransfer.blocks import BlockPool
+from services.engine.prefix import PrefixCache
 from services.engine.sampling import SamplingSpec
 from services.errors import Cancelled, HandOffLost, NotAdmitted
 from services.prefill.core import PrefillCore
@@ -13,12 +19,21 @@ from services.prefill.messages import Admitted, Cancel, Event, Failed, FirstToke
 BLOCK = 4
 
 
-def core(blocks: int = 8, chunk_tokens: int = 6, max_batch: int = 4) -> PrefillCore:
-    return PrefillCore(pool=BlockPool(blocks), block_tokens=BLOCK, chunk_tokens=chunk_tokens, max_batch=max_batch)
+def core(blocks: int = 8, chunk_tokens: int = 6, max_batch: int = 4, *, prefix_cache: bool = True) -> PrefillCore:
+    pool = BlockPool(blocks)
+    return PrefillCore(
+        pool=pool,
+        prefix=PrefixCache(pool, block_tokens=BLOCK, fingerprint="f", enabled=prefix_cache),
+        block_tokens=BLOCK,
+        chunk_tokens=chunk_tokens,
+        max_batch=max_batch,
+    )
 
 
-def prompt(key: str, tokens: int, *, max_new_tokens: int = 5, stop: frozenset[int] = frozenset()) -> Submit:
-    ids = tuple(range(1, tokens + 1))
+def prompt(
+    key: str, tokens: int, *, max_new_tokens: int = 5, stop: frozenset[int] = frozenset(), ids: Sequence[int] = ()
+) -> Submit:
+    ids = tuple(ids) or tuple(range(1, tokens + 1))
     return Submit(key=key, token_ids=ids, sampling=SamplingSpec(), max_new_tokens=max_new_tokens, stop_token_ids=stop)
 
 
@@ -38,7 +53,9 @@ def test_a_prompt_is_computed_in_chunks_and_reports_each_as_progress() -> None:
     assert seen[0][1] == [Admitted(key="a", blocks=(0, 1, 2, 3)), Progress(key="a", computed_tokens=6)]
     assert seen[2][1] == [
         Progress(key="a", computed_tokens=14),
-        FirstToken(key="a", token_id=7, finish=None, submitted_s=0.0, admitted_s=1.0, computed_s=3.0, chunks=3),
+        FirstToken(
+            key="a", token_id=7, finish=None, submitted_s=0.0, admitted_s=1.0, computed_s=3.0, cached_tokens=0, chunks=3
+        ),
     ]
     assert not c.plan(4.0)
 
@@ -73,8 +90,8 @@ def test_max_batch_bounds_the_requests_of_a_step() -> None:
 def test_unpulled_kv_holds_admission_back_and_nobody_passes() -> None:
     c = core(blocks=4, chunk_tokens=100)
     c.apply(prompt("a", 12), 0.0)  # 3 blocks
-    c.apply(prompt("b", 8), 0.0)  # 2 blocks: does not fit beside a
-    c.apply(prompt("c", 4), 0.0)  # 1 block: would fit, but b was first
+    c.apply(prompt("b", 0, ids=range(20, 28)), 0.0)  # 2 blocks: does not fit beside a
+    c.apply(prompt("c", 0, ids=range(30, 34)), 0.0)  # 1 block: would fit, but b was first
     assert [key for key, _, _ in step(c)[0]] == ["a"]
     assert step(c)[0] == []
     c.apply(Released("a"), 1.0)
@@ -168,3 +185,185 @@ def test_load_counts_the_tokens_still_to_compute() -> None:
     step(c)
     load = c.load()
     assert (load.queued_tokens, load.running, load.waiting) == (4 + 4, 1, 1)
+
+
+def test_a_prompt_asked_again_is_computed_from_its_first_unknown_block_on() -> None:
+    c = core(chunk_tokens=100)
+    c.apply(prompt("a", 14), 0.0)
+    step(c)
+    c.apply(Released("a"), 1.0)
+    assert (c.load().blocks.free, c.load().blocks.cached) == (8, 3)
+    c.apply(prompt("b", 14), 1.0)
+    slices, events = step(c)
+    assert slices == [("b", 12, 2)]
+    admitted, cached, computed, first = events
+    assert isinstance(admitted, Admitted) and len(admitted.blocks) == 4
+    assert cached == Progress(key="b", computed_tokens=12), "what is there can be pulled before a step has run"
+    assert computed == Progress(key="b", computed_tokens=14)
+    assert isinstance(first, FirstToken) and (first.cached_tokens, first.chunks) == (12, 1)
+
+
+@pytest.mark.parametrize("tokens", [1, BLOCK - 1, BLOCK, BLOCK + 1])
+def test_a_prompt_known_as_a_whole_computes_its_last_token_again(tokens: int) -> None:
+    c = core(chunk_tokens=100)
+    for key in "ab":
+        c.apply(prompt(key, tokens), 0.0)
+        slices, _ = step(c)
+    start = (tokens - 1) // BLOCK * BLOCK
+    assert slices == [("b", start, tokens - start)]
+
+
+def test_prompts_in_flight_share_what_is_computed_and_nothing_else() -> None:
+    c = core(blocks=16, chunk_tokens=6)
+    c.apply(prompt("a", 14), 0.0)
+    step(c)  # 6 of 14: one full block
+    c.apply(prompt("b", 14), 0.0)
+    c.apply(prompt("c", 14), 0.0)
+    _, events = step(c)
+    of = {event.key: event.blocks for event in events if isinstance(event, Admitted)}
+    a = c.pool.blocks("a")
+    assert [blocks[0] for blocks in of.values()] == [a[0], a[0]]
+    owned = [a[1:], of["b"][1:], of["c"][1:]]
+    assert len({block for blocks in owned for block in blocks}) == 9
+
+
+def test_prompts_that_arrive_together_are_computed_each_for_itself_and_known_once() -> None:
+    c = core(chunk_tokens=100)
+    for key in "ab":
+        c.apply(prompt(key, 8), 0.0)
+    slices, _ = step(c)
+    assert slices == [("a", 0, 8), ("b", 0, 8)]
+    for key in "ab":
+        c.apply(Released(key), 1.0)
+    assert c.load().blocks.cached == 2
+
+
+def test_a_prompt_that_is_cancelled_leaves_what_it_has_computed_and_no_more() -> None:
+    c = core(chunk_tokens=6)
+    c.apply(prompt("a", 14), 0.0)
+    step(c)
+    c.apply(Cancel("a"), 0.0)
+    c.apply(Released("a"), 0.0)
+    assert c.load().blocks.cached == 1
+    c.apply(prompt("b", 14), 0.0)
+    assert step(c)[0] == [("b", 4, 6)]
+
+
+def test_a_step_that_failed_registers_nothing() -> None:
+    c = core(chunk_tokens=100)
+    c.apply(prompt("a", 14), 0.0)
+    c.fail(c.plan(0.0), RuntimeError("broken"))
+    c.apply(Released("a"), 0.0)
+    assert (c.load().blocks.cached, c.load().blocks.free) == (0, 8)
+
+
+def test_under_pressure_cached_blocks_make_room_the_least_recently_used_first() -> None:
+    c = core(blocks=6, chunk_tokens=100)
+    for key, first in (("a", 100), ("b", 200)):
+        c.apply(prompt(key, 0, ids=range(first, first + 9)), 0.0)
+        step(c)
+        c.apply(Released(key), 0.0)
+    c.apply(prompt("big", 0, ids=range(300, 312)), 0.0)
+    step(c)
+    c.apply(Released("big"), 0.0)
+    c.apply(prompt("b2", 0, ids=range(200, 209)), 0.0)
+    assert step(c)[0] == [("b2", 8, 1)]
+    c.apply(Released("b2"), 0.0)
+    c.apply(prompt("a2", 0, ids=range(100, 109)), 0.0)
+    assert step(c)[0][0][1] < 8
+
+
+def test_without_a_prefix_cache_every_prompt_is_computed_from_its_beginning() -> None:
+    c = core(chunk_tokens=100, prefix_cache=False)
+    for key in "ab":
+        c.apply(prompt(key, 9), 0.0)
+        assert step(c)[0] == [(key, 0, 9)]
+        c.apply(Released(key), 0.0)
+    assert c.load().blocks.cached == 0
+
+
+class PrefillMachine(RuleBasedStateMachine):
+    """Random commands in a tight pool: blocks add up, and what is announced as computed is in the blocks, unchanged.
+
+    The engine is a dictionary of slots; a block that somebody gets for its own is spoiled first.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.core = core(blocks=14, chunk_tokens=5, max_batch=3)
+        self.slots: dict[tuple[int, int], int] = {}
+        self.submits: dict[str, Submit] = {}
+        self.blocks: dict[str, tuple[int, ...]] = {}
+        self.announced: dict[str, int] = {}
+        self.ended: set[str] = set()
+
+    def collect(self) -> None:
+        for event in self.core.take_events():
+            match event:
+                case Admitted():
+                    self.blocks[event.key] = event.blocks
+                case Progress():
+                    assert event.computed_tokens > self.announced.get(event.key, 0)
+                    self.announced[event.key] = event.computed_tokens
+                case FirstToken():
+                    assert self.announced[event.key] == len(self.submits[event.key].token_ids) > event.cached_tokens
+                    self.ended.add(event.key)
+                case Failed():
+                    self.ended.add(event.key)
+
+    @rule(family=st.integers(0, 1), alike=st.integers(0, 20), tokens=st.integers(1, 20))
+    def submit(self, family: int, alike: int, tokens: int) -> None:
+        ids = [100 * family + n if n < alike else 1000 + 100 * len(self.submits) + n for n in range(tokens)]
+        submit = prompt(f"r{len(self.submits)}", 0, ids=ids)
+        self.submits[submit.key] = submit
+        self.core.apply(submit, 0.0)
+
+    @rule(fails=st.integers(0, 9))
+    def step(self, fails: int) -> None:
+        work = self.core.plan(0.0)
+        for item in work:
+            s = item.slice
+            for position, token in enumerate(s.token_ids, s.start):
+                where = s.blocks[position // BLOCK], position % BLOCK
+                self.slots[where] = -1 if fails == 0 else token
+        if fails == 0:
+            self.core.fail(work, RuntimeError("broken"))
+        else:
+            self.core.complete(work, [7 if item.slice.wants_logits else None for item in work], 0.0)
+        self.collect()
+
+    @precondition(lambda self: self.submits)
+    @rule(data=st.data(), released=st.booleans())
+    def end(self, data: st.DataObject, released: bool) -> None:
+        key = data.draw(st.sampled_from(sorted(self.submits)))
+        if released and key not in self.blocks:
+            return  # nothing to release yet
+        self.core.apply(Released(key) if released else Cancel(key), 0.0)
+        if released:
+            self.blocks[key] = ()
+        self.collect()
+
+    @invariant()
+    def accounting_is_exact_and_what_can_be_pulled_is_right(self) -> None:
+        self.core.check()
+        for key, blocks in self.blocks.items():
+            if blocks:
+                computed = range(self.announced.get(key, 0))
+                held = [self.slots[blocks[n // BLOCK], n % BLOCK] for n in computed]
+                assert held == list(self.submits[key].token_ids[: len(computed)])
+
+    def teardown(self) -> None:
+        for _ in range(2000):
+            for key in [key for key, blocks in self.blocks.items() if blocks and key in self.ended]:
+                self.core.apply(Released(key), 0.0)
+                self.blocks[key] = ()
+            self.step(fails=1)
+            self.accounting_is_exact_and_what_can_be_pulled_is_right()
+            if not any(self.blocks.values()):
+                break
+        assert self.core.load().blocks.free == 14
+        assert set(self.submits) <= self.ended
+
+
+PrefillMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPrefillMachine = PrefillMachine.TestCase

@@ -20,7 +20,9 @@ from services.worker.convert import MAX_HAND_OFF_S, from_limit
 
 KEY = "t"
 SUBMIT = Submit(key=KEY, token_ids=(1, 2), sampling=SamplingSpec(), max_new_tokens=4, stop_token_ids=frozenset())
-FIRST = FirstToken(key=KEY, token_id=3, finish=None, submitted_s=0.0, admitted_s=0.0, computed_s=0.0, chunks=1)
+FIRST = FirstToken(
+    key=KEY, token_id=3, finish=None, submitted_s=0.0, admitted_s=0.0, computed_s=0.0, cached_tokens=0, chunks=1
+)
 
 
 class UsedSender:

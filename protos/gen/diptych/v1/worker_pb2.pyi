@@ -113,16 +113,19 @@ class BlockCounts(_message.Message):
     HELD_FIELD_NUMBER: _builtins.int
     LEASED_FIELD_NUMBER: _builtins.int
     SWAPPED_FIELD_NUMBER: _builtins.int
+    CACHED_FIELD_NUMBER: _builtins.int
     total: _builtins.int
     """All blocks of the pool."""
     free: _builtins.int
-    """Not in use."""
+    """Not in use: what can be allocated, `cached` included."""
     held: _builtins.int
-    """Held by sequences being computed or decoded here."""
+    """Held by sequences being computed or decoded here. A block that several sequences share counts once."""
     leased: _builtins.int
     """Kept for a receiver that has not acknowledged yet."""
     swapped: _builtins.int
     """In host memory. Always 0 in this version."""
+    cached: _builtins.int
+    """Those of the free blocks that keep the KV of a known prefix until they are needed."""
     def __init__(
         self,
         *,
@@ -131,10 +134,11 @@ class BlockCounts(_message.Message):
         held: _builtins.int = ...,
         leased: _builtins.int = ...,
         swapped: _builtins.int = ...,
+        cached: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["free", b"free", "held", b"held", "leased", b"leased", "swapped", b"swapped", "total", b"total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "free", b"free", "held", b"held", "leased", b"leased", "swapped", b"swapped", "total", b"total"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
