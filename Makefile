@@ -17,7 +17,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --progre
 # One thread for each process: the tests start many.
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false UCX_WARN_UNUSED_ENV_VARS=n
 
-.PHONY: help setup demo test unit check protos clean
+.PHONY: help setup demo test gpu unit check protos clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
@@ -39,6 +39,10 @@ demo: setup ## start a mesh, ask it one question, show where the time went, stop
 
 test: setup ## the whole test suite
 	$(TEST_ENV) $(BIN)/pytest -q
+
+gpu: setup ## on a machine with a CUDA GPU: checks and times everything that needs one (pip install -e '.[gpu]' first)
+	$(BIN)/pytest -q tests/gpu
+	$(BIN)/python -m loadtest engine --device cuda:0
 
 unit: setup ## unit and architecture tests
 	$(TEST_ENV) $(BIN)/pytest -q tests/unit tests/architecture

@@ -117,7 +117,7 @@ class Report:
 class Bench:
     """One runner over an arena that holds the largest shape."""
 
-    def __init__(self, card: ModelCard, path: Path, dtype: Dtype, limits: Limits, tokens: int) -> None:
+    def __init__(self, card: ModelCard, path: Path, dtype: Dtype, limits: Limits, tokens: int, device: str) -> None:
         layout = KvLayout(
             model=card.fingerprint,
             dtype=dtype,
@@ -127,9 +127,9 @@ class Bench:
             block_tokens=BLOCK_TOKENS,
         )
         self._blocks = -(-tokens // BLOCK_TOKENS) + 1
-        arena = Arena(layout, self._blocks)
+        arena = Arena(layout, self._blocks, device)
         self._limits, self._card, self._path = limits, card, path
-        self._runner: Runner = open_runner(card, dtype=dtype, device="cpu", array=arena.array, path=path)
+        self._runner: Runner = open_runner(card, dtype=dtype, device=device, array=arena.array, path=path)
         self.arena_bytes = arena.array.nbytes
         # What is in the blocks does not matter for time, but it must be there: memory never written is not read either.
         arena.array[...] = 1
@@ -148,7 +148,7 @@ class Bench:
             Slice(token_ids=[300 + i], start=context - 1, blocks=range(i * each, (i + 1) * each), wants_logits=True)
             for i in range(batch)
         ]
-        took_s = _median_s(lambda: self._runner.run(slices))
+        took_s = _median_s(lambda: self._runner.run(slices)[0, 0].item())
         floor_s = (self._runner.weight_bytes + batch * context * self._kv_bytes) / (self._limits.read_gbs * 1e9)
         flops = 2 * batch * self._runner.weight_bytes / self._width
         return DecodeRow(
@@ -169,7 +169,8 @@ class Bench:
             for begin in range(0, tokens, chunk_tokens):
                 end = min(tokens, begin + chunk_tokens)
                 part = Slice(token_ids=ids[begin:end], start=begin, blocks=blocks, wants_logits=end == tokens)
-                self._runner.run([part])
+                logits = self._runner.run([part])
+            logits[0, 0].item()
 
         took_s = _median_s(run)
         flops = 2 * tokens * (self._runner.weight_bytes - self._head_bytes) / self._width
@@ -224,6 +225,7 @@ def _against(url: str, model: str, dtype: Dtype, pairs: int, as_json: bool) -> N
     "--chunk-tokens", default=256, show_default=True, type=click.IntRange(1), help="Prompt tokens in one step."
 )
 @click.option("--core", default=-1, help="CPU core to run on; default: the last one.")
+@click.option("--device", default="cpu", show_default=True, help="cpu or cuda:N (the generic path alone).")
 @click.option("--most-batch", default=256, show_default=True, type=click.IntRange(1), help="Leave larger batches out.")
 @click.option(
     "--most-tokens", default=8000, show_default=True, type=click.IntRange(1), help="Leave longer prompts out."
@@ -239,6 +241,7 @@ def engine(
     only: Path | None,
     chunk_tokens: int,
     core: int,
+    device: str,
     most_batch: int,
     most_tokens: int,
     peer: str,
@@ -262,11 +265,11 @@ def engine(
     shapes = [shape for shape in DECODE if shape[0] <= most_batch]
     prompts = [tokens for tokens in PREFILL if tokens <= min(most_tokens, card.context_tokens)]
     _progress("measuring what the machine can do")
-    limits = Limits(read_gbs=read_bytes_per_s() / 1e9, gemm_gflops=gemm_flops_per_s() / 1e9)
+    limits = Limits(read_gbs=read_bytes_per_s(device) / 1e9, gemm_gflops=gemm_flops_per_s(device) / 1e9)
     report = Report(limits=limits)
-    for path in (only,) if only else PATHS:
+    for path in (only,) if only else PATHS if device == "cpu" else ("generic",):
         try:
-            bench = Bench(card, path, dtype, limits, max([b * c for b, c in shapes] + prompts))
+            bench = Bench(card, path, dtype, limits, max([b * c for b, c in shapes] + prompts), device)
         except DiptychError as error:
             raise click.ClickException(str(error)) from None
         for batch, context in shapes:
@@ -279,5 +282,5 @@ def engine(
     if as_json:
         click.echo(json.dumps(report.as_dict()))
     else:
-        for table in report.tables(f"{card.name}, {dtype}, one core"):
+        for table in report.tables(f"{card.name}, {dtype}, {'one core' if device == 'cpu' else device}"):
             table_console().print(table)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import flashinfer_twin
 import numpy as np
 import pytest
 import torch
@@ -18,8 +19,10 @@ from kvtransfer.device import Arena, copy_to_host
 from kvtransfer.layout import KvLayout
 from kvtransfer.manifest import plan
 from services.engine.card import read_card
+from services.engine.flashinfer import PagedDecode, library
 from services.engine.generic import GenericRunner
 from services.engine.model import load
+from services.engine.plan import Singles
 from services.engine.sequence import TokenSequence
 
 pytestmark = [
@@ -64,7 +67,7 @@ def test_greedy_tokens_on_the_gpu_equal_generate(tmp_path: Path, architecture: s
     prompt = [5 + i % 300 for i in range(TOKENS)]
     sequence = TokenSequence(token_ids=list(prompt))
     sequence.add_blocks(random.Random(3).sample(range(BLOCKS), 8))
-    while len(sequence.token_ids) < TOKENS + 12:
+    while len(sequence.token_ids) < TOKENS + 12:  # chunks of 37, then single tokens: these are replays of a graph
         piece = sequence.next_slice(37)
         logits = runner.run([piece])
         sequence.advance(len(piece.token_ids))
@@ -75,3 +78,46 @@ def test_greedy_tokens_on_the_gpu_equal_generate(tmp_path: Path, architecture: s
         torch.tensor([prompt], device="cuda:0"), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
     )
     assert sequence.token_ids == expected[0].tolist()
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_a_batch_of_decode_steps_in_graphs_equals_each_sequence_alone(tmp_path: Path, rows: int) -> None:
+    folder = make_tiny("qwen3", tmp_path / "qwen3")
+    card = read_card(folder, "qwen3")
+    shape = (card.layers, 2, 64, BLOCK_TOKENS, card.kv_heads, card.head_dim)
+    model = load(card, dtype="fp32", device="cuda:0")
+    import cupy
+
+    def decode(prompts: list[list[int]]) -> list[list[int]]:
+        runner = GenericRunner(model, cupy.zeros(shape, cupy.float32))
+        sequences = [TokenSequence(token_ids=list(prompt)) for prompt in prompts]
+        for i, sequence in enumerate(sequences):
+            sequence.add_blocks(range(8 * i, 8 * i + 8))
+        while len(sequences[0].token_ids) < len(prompts[0]) + 10:
+            pieces = [sequence.next_slice(1000) for sequence in sequences]
+            tokens = runner.run(pieces).argmax(dim=-1).tolist()
+            for sequence, piece, token in zip(sequences, pieces, tokens, strict=True):
+                sequence.advance(len(piece.token_ids))
+                sequence.append(token)
+        return [sequence.token_ids for sequence in sequences]
+
+    prompts = [[5 + (7 * i + j) % 300 for j in range(20 + 9 * i)] for i in range(rows)]
+    assert decode(prompts) == [decode([prompt])[0] for prompt in prompts]
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (24, 0.0), (0, 5.0)])
+def test_flashinfer_attends_like_its_twin(window: int, softcap: float) -> None:
+    if library() is None:
+        pytest.skip("needs FlashInfer, too")
+    device, dtype = torch.device("cuda:0"), torch.bfloat16
+    keys, values = torch.randn(2, 12, BLOCK_TOKENS, 2, 64, device=device).to(dtype)
+    query = torch.randn(3, 6, 64, device=device).to(dtype)
+    lengths, tables, starts = [1, 17, 90], [3, 9, 1, 0, 2, 4, 5, 6, 7], [0, 1, 3]
+    singles = Singles(rows=np.arange(3), lengths=np.array(lengths), tables=np.array(tables), starts=np.array(starts))
+    got = []
+    for kernel in (library(), flashinfer_twin):
+        assert kernel is not None
+        paged = PagedDecode(kernel, BLOCK_TOKENS, device)
+        paged.begin(singles)
+        got.append(paged.attend(query, keys, values, window=window, scale=0.125, softcap=softcap))
+    torch.testing.assert_close(got[0], got[1], rtol=2e-2, atol=2e-2)

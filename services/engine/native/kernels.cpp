@@ -1,10 +1,7 @@
 // The loops of a decode step whose speed is the speed of the memory: plain functions over plain pointers, one thread.
-//
-// Every function names its arrays as name[rows, columns]. Weights and KV are float or bf16 (the upper half of a
-// float's bits); everything else is float, and all arithmetic is float. What a row of a result is depends on that row
-// alone, never on how many rows there are: the order of its sums is fixed.
-//
-// A vector `vf` holds LANES floats, as wide as the machine has them; the compiler knows how to add and multiply those.
+// Arrays are named with their shape, name[rows, columns]. Weights and KV are float or bf16 (the upper half of a float's
+// bits); everything else is float, and all arithmetic is float. A vector `vf` holds LANES floats, as wide as the machine
+// has them; the compiler knows how to add and multiply those.
 
 #include <algorithm>
 #include <cmath>
@@ -40,10 +37,7 @@ static inline float sum(vf value) {
     return value[0];
 }
 
-union Bits {
-    float value;
-    uint32_t bits;
-};
+union Bits { float value; uint32_t bits; };
 static inline float widen(float value) { return value; }
 static inline float widen(bf16 value) { return Bits{.bits = (uint32_t)value << 16}.value; }
 
@@ -70,8 +64,7 @@ static inline void narrow(float value, bf16 *to) {  // to the nearest, ties to e
 // exp(x) for x <= 0 to 2 units in the last place: 2^n · 2^f with a polynomial for 2^f on [-1/2, 1/2] (Cephes expf).
 static inline vf exp_not_positive(vf x) {
     vf bounded = x < -87.0f ? same(-87.0f) : x;
-    vf scaled = bounded * 1.44269504f;
-    vi n = __builtin_convertvector(scaled - 0.5f, vi);  // truncation of a negative number: rounds to nearest
+    vi n = __builtin_convertvector(bounded * 1.44269504f - 0.5f, vi);  // truncation of a negative number: rounds to nearest
     vf whole = __builtin_convertvector(n, vf);
     vf f = bounded - whole * 0.693359375f + whole * 2.12194440e-4f;
     vf p = ((same(1.9875691500e-4f) * f + 1.3981999507e-3f) * f + 8.3334519073e-3f) * f + 4.1665795894e-2f;
@@ -94,20 +87,18 @@ static void tile(const float *x, const W *w, const char *ahead, const float *bia
     vf sums[N][R][S] = {};
     int i = 0;
     for (; i + PAIR <= k; i += PAIR) {
-        vf weight[N];
         __builtin_prefetch(ahead + (size_t)i * N * sizeof(W));
-        for (int j = 0; j < N; j++) weight[j] = first_of(w + (size_t)j * k + i);
-        for (int r = 0; r < R; r++) {
-            vf even = load(x + (size_t)r * k + i);
-            KEEP(even);
-            for (int j = 0; j < N; j++) sums[j][r][0] += weight[j] * even;
-        }
-        for (int j = 0; j < N; j++) weight[j] = second_of(w + (size_t)j * k + i);
-        for (int r = 0; r < R; r++) {
-            vf odd = load(x + (size_t)r * k + i + LANES);
-            KEEP(odd);
-            for (int j = 0; j < N; j++) sums[j][r][S - 1] += weight[j] * odd;
-        }
+        auto multiply = [&](int s, int shift, auto half_of) {
+            vf weight[N];
+            for (int j = 0; j < N; j++) weight[j] = half_of(w + (size_t)j * k + i);
+            for (int r = 0; r < R; r++) {
+                vf value = load(x + (size_t)r * k + i + shift);
+                KEEP(value);
+                for (int j = 0; j < N; j++) sums[j][r][s] += weight[j] * value;
+            }
+        };
+        multiply(0, 0, [](const W *at) { return first_of(at); });
+        multiply(S - 1, LANES, [](const W *at) { return second_of(at); });
     }
     for (int j = 0; j < N; j++)
         for (int r = 0; r < R; r++) {
@@ -138,8 +129,7 @@ static void linear(const float *x, const W *w, const float *bias, float *out, in
     static constexpr Strip strips[MOST + 1] = {nullptr, strip<W, 1>, strip<W, 2>, strip<W, 3>, strip<W, 4>, strip<W, 5>, strip<W, 6>};
     float *packed = scratch(0, (size_t)rows * k);
     for (int r = 0; r < rows; r++) pack<W>(x + (size_t)r * k, packed + (size_t)r * k, k);
-    int panel = PANEL_BYTES / (k * (int)sizeof(W)) & ~1;
-    if (panel < 2) panel = 2;
+    int panel = std::max(2, PANEL_BYTES / (k * (int)sizeof(W)) & ~1);
     int blocks = (rows + MOST - 1) / MOST;
     for (int j = 0; j < n; j += panel)
         for (int block = 0; block < blocks; block++) {
