@@ -22,7 +22,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
 
 from kvtransfer.blocks import BlockPool, BlockState
 from services.decode.messages import (
@@ -39,12 +38,10 @@ from services.decode.messages import (
     Tokens,
     TransferFailed,
 )
+from services.engine.sampling_spec import TokenLogprobs
 from services.engine.sequence import FinishReason, TokenSequence, blocks_needed, finish_reason
 from services.errors import DiptychError, NotAdmitted
-from services.worker.work import Load, Work
-
-if TYPE_CHECKING:  # its module imports torch
-    pass
+from services.worker.work import Computed, Load, Work
 
 GROWTH_TOKENS = 64
 """Room reserved for new tokens at admission, so that a request just admitted does not run out of blocks at once."""
@@ -72,6 +69,7 @@ class _Request:
     ready_s: float = 0.0
     chunks: int = 0
     recomputed: int = 0
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)
@@ -117,18 +115,19 @@ class DecodeCore:
                 budget -= len(work[-1].slice.token_ids)
         return work
 
-    def complete(self, work: Sequence[Work], tokens: Sequence[int | None], now_s: float) -> None:
+    def complete(self, work: Sequence[Work], results: Sequence[Computed], now_s: float) -> None:
         """See StepCore."""
-        for item, token in zip(work, tokens, strict=True):
+        for item, result in zip(work, results, strict=True):
             request = self._requests[item.key]
             request.sequence.advance(len(item.slice.token_ids))
             if request.stage is Stage.COMPUTING and request.generated == 0:
                 request.chunks += 1
-            if token is None:
+            request.prompt_logprobs += result.prompt_logprobs
+            if result.token_id is None:
                 continue
             request.ready_s = request.ready_s or now_s
             request.stage = Stage.RUNNING
-            self._add_token(request, token, now_s)
+            self._add_token(request, result, now_s)
 
     def fail(self, work: Sequence[Work], error: Exception) -> None:
         """See StepCore."""
@@ -182,7 +181,7 @@ class DecodeCore:
         request.sequence.advance(request.sequence.pending)
         request.stage, request.ready_s = Stage.RUNNING, now_s
         request.local = True
-        self._add_token(request, received.first_token_id, now_s, finish=received.finish)
+        self._add_token(request, Computed(token_id=received.first_token_id), now_s, finish=received.finish)
 
     def _transfer_failed(self, key: str, error: DiptychError) -> None:
         request = self._requests.get(key)
@@ -234,18 +233,30 @@ class DecodeCore:
         self.pool.free(request.submit.key)
         request.sequence = TokenSequence(token_ids=request.sequence.token_ids)
         request.stage = Stage.WAITING
+        request.prompt_logprobs.clear()  # computed again, if they were not reported yet
         request.recomputed += 1
 
     def _work(self, request: _Request, limit_tokens: int) -> Work:
-        piece = request.sequence.next_slice(limit_tokens)
-        return Work(key=request.submit.key, slice=piece, sampling=request.submit.sampling)
-
-    def _add_token(self, request: _Request, token: int, now_s: float, *, finish: FinishReason | None = None) -> None:
         submit = request.submit
+        return Work.of(
+            submit.key,
+            request.sequence.next_slice(limit_tokens),
+            submit.sampling,
+            request.sequence.token_ids,
+            prompt_tokens=submit.prompt_tokens or len(submit.token_ids),
+            wants_prompt_logprobs=submit.wants_prompt_logprobs and request.generated == 0,
+        )
+
+    def _add_token(
+        self, request: _Request, result: Computed, now_s: float, *, finish: FinishReason | None = None
+    ) -> None:
+        submit, token = request.submit, result.token_id
+        assert token is not None, "only sampled tokens are added"
         request.sequence.append(token)
         if request.generated == 0:
             self._begin(request)
-        self._events.append(Tokens(key=submit.key, offset=request.generated, token_ids=(token,)))
+        logprobs = () if submit.sampling.logprobs is None else (result.logprobs,)
+        self._events.append(Tokens(key=submit.key, offset=request.generated, token_ids=(token,), logprobs=logprobs))
         request.generated += 1
         reason = finish or finish_reason(token, request.generated, submit.max_new_tokens, submit.stop_token_ids)
         if reason:
@@ -258,6 +269,7 @@ class DecodeCore:
             admitted_s=request.admitted_s,
             ready_s=request.ready_s,
             chunks=request.chunks,
+            prompt_logprobs=tuple(request.prompt_logprobs),
         )
         self._events.append(began)
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from kvtransfer.blocks import BlockPool
-from services.engine.sampling import SamplingSpec
+from services.engine.sampling_spec import History, SamplingSpec, TokenLogprobs
 from services.errors import Cancelled, HandOffLost, NotAdmitted
 from services.prefill.core import PrefillCore
 from services.prefill.messages import Admitted, Cancel, Event, Failed, FirstToken, Progress, Released, Submit
+from services.worker.work import Computed
 
 BLOCK = 4
 
@@ -25,7 +26,7 @@ def prompt(key: str, tokens: int, *, max_new_tokens: int = 5, stop: frozenset[in
 def step(c: PrefillCore, token: int = 7, now_s: float = 1.0) -> tuple[list[tuple[str, int, int]], list[Event]]:
     """One step; returns (key, start, tokens) per slice, and the events."""
     work = c.plan(now_s)
-    c.complete(work, [token if item.slice.wants_logits else None for item in work], now_s)
+    c.complete(work, [Computed(token_id=token if item.slice.wants_logits else None) for item in work], now_s)
     c.check()
     return [(item.key, item.slice.start, len(item.slice.token_ids)) for item in work], c.take_events()
 
@@ -168,3 +169,57 @@ def test_load_counts_the_tokens_still_to_compute() -> None:
     step(c)
     load = c.load()
     assert (load.queued_tokens, load.running, load.waiting) == (4 + 4, 1, 1)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 5, 100])
+def test_prompt_logprobs_are_gathered_over_the_chunks_and_come_with_the_first_token(chunk_tokens: int) -> None:
+    c = core(chunk_tokens=chunk_tokens)
+    spec = SamplingSpec(prompt_logprobs=0, logprobs=0)
+    submit = Submit(
+        key="a",
+        token_ids=(1, 2, 3, 4, 5, 6, 7, 8, 9),
+        sampling=spec,
+        max_new_tokens=5,
+        stop_token_ids=frozenset(),
+        prompt_tokens=7,  # 8 and 9 were generated before, in a placement that was lost
+    )
+    assert submit.wants_prompt_logprobs and not prompt("b", 1).wants_prompt_logprobs
+    c.apply(submit, 0.0)
+    own = TokenLogprobs(-0.5)
+    while work := c.plan(1.0):
+        (item,) = work
+        assert item.slice.wants_all_logits == (item.slice.start < 6)
+        following = range(item.slice.start + 1, min(item.slice.end + 1, 7)) if item.slice.wants_all_logits else ()
+        c.complete(
+            work,
+            [
+                Computed(
+                    token_id=7 if item.slice.wants_logits else None,
+                    logprobs=own if item.slice.wants_logits else None,
+                    prompt_logprobs=tuple(TokenLogprobs(-float(position)) for position in following),
+                )
+            ],
+            1.0,
+        )
+    (first,) = [e for e in c.take_events() if isinstance(e, FirstToken)]
+    assert first.logprobs == own
+    assert [logprobs.logprob for logprobs in first.prompt_logprobs] == [-1.0, -2.0, -3.0, -4.0, -5.0, -6.0]
+
+
+@pytest.mark.parametrize(("given", "meant"), [(0, 3), (2, 2)])
+def test_penalties_see_the_whole_sequence_and_which_of_it_is_the_prompt(given: int, meant: int) -> None:
+    c = core(chunk_tokens=2)
+    submit = Submit(
+        key="a",
+        token_ids=(1, 2, 3),
+        sampling=SamplingSpec(presence_penalty=1.0),
+        max_new_tokens=5,
+        stop_token_ids=frozenset(),
+        prompt_tokens=given,
+    )
+    c.apply(submit, 0.0)
+    (item,) = c.plan(0.0)
+    assert item.history is None, "nothing is sampled in the first chunk"
+    c.complete([item], [Computed()], 0.0)
+    (item,) = c.plan(0.0)
+    assert item.history == History(token_ids=(1, 2, 3), prompt_tokens=meant)
