@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor
 
@@ -56,6 +56,7 @@ histories = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(specs, histories), min_size=1, max_size=5), st.integers(0, 99))
 def test_every_logit_is_changed_as_defined_and_none_that_was_not_asked_for(
     rows: list[tuple[SamplingSpec, History]], seed: int
