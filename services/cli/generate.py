@@ -14,6 +14,7 @@ from diptych.v1 import gateway_pb2, gateway_pb2_grpc, request_pb2
 from services.cli.calls import channel_to
 from services.cli.phases import FINISH_WORDS, PhaseValues, phase_table, phase_values
 from services.cli.tables import table_console
+from services.engine.sampling_spec import MAX_LOGPROBS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,21 +26,27 @@ class Answer:
     finish_reason: str
     usage: request_pb2.Usage
     phases: PhaseValues
+    logprobs: tuple[request_pb2.TokenLogprobs, ...] = ()
 
     def as_json(self) -> str:
-        """One line: text, token_ids, finish_reason, usage, phases."""
+        """One line: text, token_ids, finish_reason, usage, phases, and logprobs where they were asked for."""
         usage = {
             "prompt_tokens": self.usage.prompt_tokens,
             "completion_tokens": self.usage.completion_tokens,
             "cached_tokens": self.usage.cached_tokens,
         }
-        whole = {
+        whole: dict[str, object] = {
             "text": self.text,
             "token_ids": list(self.token_ids),
             "finish_reason": self.finish_reason,
             "usage": usage,
             "phases": self.phases,
         }
+        if self.logprobs:
+            whole["logprobs"] = [
+                {"logprob": one.logprob, "top": list(zip(one.top_token_ids, one.top_logprobs, strict=True))}
+                for one in self.logprobs
+            ]
         return json.dumps(whole, ensure_ascii=False)
 
 
@@ -52,6 +59,14 @@ class Answer:
 @click.option("--top-p", type=float, help="Keep the smallest set of tokens this probable together.")
 @click.option("--top-k", default=0, type=click.IntRange(0, 2**32 - 1), help="Keep this many tokens; 0 is off.")
 @click.option("--min-p", default=0.0, help="Drop tokens less probable than this times the best; 0 is off.")
+@click.option("--repetition-penalty", type=float, help="Above 1: tokens of prompt and answer become less probable.")
+@click.option("--presence-penalty", default=0.0, help="Taken off the logits of the answer's tokens; -2 to 2.")
+@click.option("--frequency-penalty", default=0.0, help="The same for each time they stand in it; -2 to 2.")
+@click.option(
+    "--logprobs",
+    type=click.IntRange(0, MAX_LOGPROBS),
+    help="With --json: each token's log-probability and so many alternatives.",
+)
 @click.option("--seed", type=click.IntRange(0, 2**64 - 1), help="The same seed gives the same answer.")
 @click.option("--stop", multiple=True, help="Text that ends the answer; may be given several times.")
 @click.option("--ignore-eos", is_flag=True, help="Go on to --max-tokens.")
@@ -89,12 +104,26 @@ def build_request(
     top_p: float | None = None,
     top_k: int = 0,
     min_p: float = 0.0,
+    repetition_penalty: float | None = None,
+    presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
+    logprobs: int | None = None,
     seed: int | None = None,
     stop: tuple[str, ...] = (),
     ignore_eos: bool = False,
 ) -> gateway_pb2.GenerateRequest:
     """The request for one prompt; what was not given stays absent."""
-    sampling = request_pb2.SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed)
+    sampling = request_pb2.SamplingParams(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        seed=seed,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        logprobs=logprobs,
+    )
     request = gateway_pb2.GenerateRequest(
         model=model, sampling=sampling, max_tokens=max_tokens, stop=stop, ignore_eos=ignore_eos
     )
@@ -116,6 +145,7 @@ def ask(
     call = gateway_pb2_grpc.GatewayServiceStub(channel).Generate(request, timeout=limit_s)
     texts: list[str] = []
     token_ids: list[int] = []
+    logprobs: list[request_pb2.TokenLogprobs] = []
     finish: gateway_pb2.Finish | None = None
     try:
         for message in call:
@@ -123,6 +153,7 @@ def ask(
                 texts.append(message.text)
                 on_text(message.text)
             token_ids.extend(message.token_ids)
+            logprobs.extend(message.logprobs)
             if message.HasField("finish"):
                 finish = message.finish
     finally:
@@ -135,6 +166,7 @@ def ask(
         finish_reason=FINISH_WORDS[finish.reason],
         usage=finish.usage,
         phases=phase_values(finish.phases),
+        logprobs=tuple(logprobs),
     )
 
 

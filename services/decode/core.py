@@ -24,7 +24,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
 
 from kvtransfer.blocks import BlockPool, BlockState
 from services.decode.messages import (
@@ -42,12 +41,10 @@ from services.decode.messages import (
     TransferFailed,
 )
 from services.engine.prefix import PrefixCache
+from services.engine.sampling_spec import TokenLogprobs
 from services.engine.sequence import FinishReason, TokenSequence, blocks_needed, finish_reason
 from services.errors import DiptychError, NotAdmitted
-from services.worker.work import Load, Work
-
-if TYPE_CHECKING:  # its module imports torch
-    pass
+from services.worker.work import Computed, Load, Work
 
 GROWTH_TOKENS = 64
 """Room reserved for new tokens at admission and when it is used up, so that a request seldom runs out of blocks."""
@@ -76,6 +73,7 @@ class _Request:
     cached_tokens: int = 0  # of the prompt, when it was first admitted
     chunks: int = 0
     recomputed: int = 0
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)
@@ -123,19 +121,20 @@ class DecodeCore:
                 budget -= len(work[-1].slice.token_ids)
         return work
 
-    def complete(self, work: Sequence[Work], tokens: Sequence[int | None], now_s: float) -> None:
+    def complete(self, work: Sequence[Work], results: Sequence[Computed], now_s: float) -> None:
         """See StepCore."""
-        for item, token in zip(work, tokens, strict=True):
+        for item, result in zip(work, results, strict=True):
             request = self._requests[item.key]
             request.sequence.advance(len(item.slice.token_ids))
             self.prefix.register(item.key, request.sequence)
             if request.stage is Stage.COMPUTING and request.generated == 0:
                 request.chunks += 1
-            if token is None:
+            request.prompt_logprobs += result.prompt_logprobs
+            if result.token_id is None:
                 continue
             request.ready_s = request.ready_s or now_s
             request.stage = Stage.RUNNING
-            self._add_token(request, token, now_s)
+            self._add_token(request, result, now_s)
 
     def fail(self, work: Sequence[Work], error: Exception) -> None:
         """See StepCore."""
@@ -191,7 +190,7 @@ class DecodeCore:
             self.prefix.register(received.key, request.sequence)
         request.stage, request.ready_s = Stage.RUNNING, now_s
         request.local = True
-        self._add_token(request, received.first_token_id, now_s, finish=received.finish)
+        self._add_token(request, Computed(token_id=received.first_token_id), now_s, finish=received.finish)
 
     def _transfer_failed(self, key: str, error: DiptychError) -> None:
         request = self._requests.get(key)
@@ -212,7 +211,13 @@ class DecodeCore:
         for request in self._requests.values():
             if request.stage is not Stage.WAITING:
                 continue
-            cached_tokens = self.prefix.admit(request.submit.key, request.sequence, room_tokens=_room_tokens(request))
+            submit = request.submit
+            cached_tokens = self.prefix.admit(
+                submit.key,
+                request.sequence,
+                room_tokens=_room_tokens(request),
+                whole=submit.wants_prompt_logprobs and request.generated == 0,
+            )
             if cached_tokens is None:
                 return  # first come, first served: nobody passes
             if request.recomputed == 0:
@@ -250,18 +255,30 @@ class DecodeCore:
         self.pool.free(request.submit.key)
         request.sequence = request.sequence.without_blocks()
         request.stage = Stage.WAITING
+        request.prompt_logprobs.clear()  # computed again, if they were not reported yet
         request.recomputed += 1
 
     def _work(self, request: _Request, limit_tokens: int) -> Work:
-        piece = request.sequence.next_slice(limit_tokens)
-        return Work(key=request.submit.key, slice=piece, sampling=request.submit.sampling)
-
-    def _add_token(self, request: _Request, token: int, now_s: float, *, finish: FinishReason | None = None) -> None:
         submit = request.submit
+        return Work.of(
+            submit.key,
+            request.sequence.next_slice(limit_tokens),
+            submit.sampling,
+            request.sequence.token_ids,
+            prompt_tokens=submit.prompt_tokens or len(submit.token_ids),
+            wants_prompt_logprobs=submit.wants_prompt_logprobs and request.generated == 0,
+        )
+
+    def _add_token(
+        self, request: _Request, result: Computed, now_s: float, *, finish: FinishReason | None = None
+    ) -> None:
+        submit, token = request.submit, result.token_id
+        assert token is not None, "only sampled tokens are added"
         request.sequence.append(token)
         if request.generated == 0:
             self._begin(request)
-        self._events.append(Tokens(key=submit.key, offset=request.generated, token_ids=(token,)))
+        logprobs = () if submit.sampling.logprobs is None else (result.logprobs,)
+        self._events.append(Tokens(key=submit.key, offset=request.generated, token_ids=(token,), logprobs=logprobs))
         request.generated += 1
         reason = finish or finish_reason(token, request.generated, submit.max_new_tokens, submit.stop_token_ids)
         if reason:
@@ -275,6 +292,7 @@ class DecodeCore:
             ready_s=request.ready_s,
             cached_tokens=request.cached_tokens,
             chunks=request.chunks,
+            prompt_logprobs=tuple(request.prompt_logprobs),
         )
         self._events.append(began)
 

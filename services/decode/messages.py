@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from services.engine.sampling_spec import SamplingSpec, TokenLogprobs
 from services.engine.sequence import FinishReason
 from services.errors import DiptychError
-
-if TYPE_CHECKING:  # its module imports torch
-    from services.engine.sampling import SamplingSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Submit:
-    """A request to decode. `local`: its KV is computed here instead of being handed over."""
+    """A request to decode. `local`: its KV is computed here instead of being handed over.
+
+    `prompt_tokens` of its tokens are the client's prompt, the others were generated in earlier placements; 0 means all.
+    """
 
     key: str
     token_ids: tuple[int, ...]
@@ -22,6 +22,12 @@ class Submit:
     max_new_tokens: int
     stop_token_ids: frozenset[int]
     local: bool
+    prompt_tokens: int = 0
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """The logits of a prompt computed here are needed, all of them: none of it may come from a cache."""
+        return self.local and self.sampling.prompt_logprobs is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +78,15 @@ class Reserved:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tokens:
-    """New tokens, in order; `offset` counts this request's generated tokens before the first one here."""
+    """New tokens, in order; `offset` counts this request's generated tokens before the first one here.
+
+    `logprobs`: one for each token where the request asked for them; None for a first token that was handed over.
+    """
 
     key: str
     offset: int
     token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs | None, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +99,7 @@ class Began:
     ready_s: float  # received, or the local prefill computed
     cached_tokens: int  # of the prompt, from the prefix cache
     chunks: int  # of the local prefill
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of a prompt computed here, from its second token on
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

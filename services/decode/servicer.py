@@ -15,7 +15,7 @@ from services.decode.messages import Began, Finished, Submit, Tokens
 from services.decode.service import DecodeService, Stream
 from services.engine.card import ModelCard
 from services.errors import DiptychError
-from services.rpc.convert import to_duration
+from services.rpc.convert import to_duration, to_logprobs
 from services.rpc.server import RpcServer
 from services.telemetry import spans, tracing
 from services.worker.convert import from_limit, from_sampling, require_sequence, to_finish
@@ -65,6 +65,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             max_new_tokens=sequence.max_new_tokens,
             stop_token_ids=frozenset(sequence.stop_token_ids),
             local=not request.HasField("hand_off"),
+            prompt_tokens=sequence.prompt_tokens,
         )
 
 
@@ -82,6 +83,7 @@ def _response(events: Sequence[Began | Tokens | Finished], stream: Stream) -> de
     response = decode_pb2.DecodeResponse(
         offset=tokens[0].offset if tokens else 0,
         token_ids=[token for event in tokens for token in event.token_ids],
+        logprobs=[to_logprobs(logprobs) for event in tokens for logprobs in event.logprobs],
     )
     for event in events:
         if isinstance(event, Began):
@@ -100,6 +102,7 @@ def _begin(event: Began, arrived: Arrived | None) -> decode_pb2.DecodeBegin:
     else:
         begin.prefill_compute.CopyFrom(to_duration(event.ready_s - event.admitted_s))
         begin.prefill_chunks = event.chunks
+        begin.prompt_logprobs.extend(map(to_logprobs, event.prompt_logprobs))
     return begin
 
 

@@ -10,8 +10,9 @@ It runs transformers' own model code over a paged KV cache. Data flows through t
     plan       the slices of one step -> where every token is written and what it may see
     attention  the attention function that transformers calls: writes and reads the blocks
     runner     one step: slices in, logits out
-    sampling   logits in, token ids out
+    sampling   logits in, token ids out: as `sampling_spec` says, from logits that `penalties` has changed
+    logprobs   logits in, log-probabilities of tokens out
 
-The gateway imports `catalog` and `card`, which do not import torch. A runner is one rank: it sees the KV heads of its
-own arena and nothing else.
+The gateway imports `catalog`, `card` and `sampling_spec`, which do not import torch. A runner is one rank: it sees the
+KV heads of its own arena and nothing else.
 """

@@ -22,18 +22,24 @@ class Slice:
 
     `start` is the position of the first token; the KV of positions [0, start) is in `blocks` already. `blocks` is the
     sequence's block table from position 0, long enough for the new tokens. The logits of the last token are computed
-    when `wants_logits`.
+    when `wants_logits`, those of all its tokens when `wants_all_logits`, whatever the other says.
     """
 
     token_ids: Sequence[int]
     start: int
     blocks: Sequence[int]
     wants_logits: bool
+    wants_all_logits: bool = False
 
     @property
     def end(self) -> int:
         """Position after the last token."""
         return self.start + len(self.token_ids)
+
+    @property
+    def logit_count(self) -> int:
+        """Rows of logits that it gets, in order of its tokens."""
+        return len(self.token_ids) if self.wants_all_logits else int(self.wants_logits)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +81,7 @@ class StepPlan:
     token_ids: Indices  # (rows,)
     positions: Indices  # (rows,)
     write_slots: Indices  # (rows,)
-    logit_rows: Indices  # (slices with wants_logits,)
+    logit_rows: Indices  # (logit rows of all slices,)
     chunks: tuple[Chunk, ...]
     singles: Singles | None
 
@@ -99,7 +105,7 @@ def plan_step(slices: Sequence[Slice], *, block_tokens: int, blocks: int, vocab:
         token_ids=token_ids,
         positions=positions,
         write_slots=write_slots,
-        logit_rows=np.array([end - 1 for s, end in zip(slices, ends, strict=True) if s.wants_logits], dtype=np.int64),
+        logit_rows=np.concatenate([np.arange(end - s.logit_count, end) for s, end in zip(slices, ends, strict=True)]),
         chunks=tuple(
             Chunk(row=int(row), tokens=len(s.token_ids), slots=token_slots(table, 0, s.end, block_tokens))
             for s, row, table in zip(slices, rows, tables, strict=True)

@@ -38,13 +38,15 @@ class PrefixCache:
         self._pool, self._block_tokens, self._enabled = pool, block_tokens, enabled
         self._root = root_key(fingerprint)
 
-    def admit(self, owner: str, sequence: TokenSequence, *, room_tokens: int = 0) -> int | None:
+    def admit(self, owner: str, sequence: TokenSequence, *, room_tokens: int = 0, whole: bool = False) -> int | None:
         """Gives a sequence without blocks those for all its tokens and `room_tokens` more, cached ones first.
+
+        `whole`: all of it is to be computed, because somebody wants to know more than its KV.
 
         Returns how many of its tokens have their KV already, and advances it over them: whole blocks, never its last
         token, whose logits somebody will want. None: the free blocks do not suffice, and nothing was given.
         """
-        keys = self._match(sequence)
+        keys = () if whole else self._match(sequence)
         needed = sequence.blocks_missing(self._block_tokens, room_tokens=room_tokens)
         if not self._pool.can_allocate(needed, keys):
             return None

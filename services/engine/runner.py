@@ -47,8 +47,8 @@ class Runner(Protocol):
     def run(self, slices: Sequence[Slice]) -> torch.Tensor:
         """Compute the slices' tokens, prompt chunks and single tokens together, and write their KV to the blocks.
 
-        Returns float32 logits (slices with wants_logits, vocab) of these slices' last tokens, in the order given. A
-        sequence appears at most once in a step. Raises InvalidSlice before anything is written; EngineError otherwise.
+        Returns float32 logits (logit rows of all slices, vocab), in the order given; see Slice.logit_count. A sequence
+        appears at most once in a step. Raises InvalidSlice before anything is written; EngineError otherwise.
         """
 
 

@@ -1,7 +1,8 @@
 """From logits to token ids.
 
-The filters apply in this order: temperature → top_k → top_p → min_p, each on what the one before has left. Then one
-uniform number is drawn and the inverse of the cumulative distribution gives the token.
+Penalties and bias change the logits (`penalties`). The filters then apply in this order: temperature → top_k → top_p →
+min_p, each on what the one before has left. Then one uniform number is drawn and the inverse of the cumulative
+distribution gives the token.
 
 The number comes from Philox, a counter-based generator, keyed by the request's seed and counted by the token's
 position. It depends on nothing else: the same request draws the same numbers alone, in a batch, after a recompute, or
@@ -10,40 +11,24 @@ on another worker.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
 
+from services.engine import penalties
 from services.engine.errors import NonFiniteLogits
+from services.engine.sampling_spec import History, SamplingSpec
+
+__all__ = ["History", "Logits", "SamplingSpec", "sample", "uniform"]
+
+Logits: TypeAlias = torch.Tensor
+"""Float32 (rows, vocab): the name for those who hand logits on and know no torch."""
 
 # Candidates looked at first for a row with top_p and no top_k. Fixed: a row's arithmetic depends on the row alone.
 _NUCLEUS_CANDIDATES = 1024
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SamplingSpec:
-    """How a request samples. The defaults are greedy. Raises ValueError naming the field that is out of range."""
-
-    temperature: float = 0.0  # 0 is greedy
-    top_p: float = 1.0  # (0, 1]; 1 is off
-    top_k: int = 0  # 0 is off
-    min_p: float = 0.0  # [0, 1); 0 is off
-    seed: int = 0  # uint64
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(f"temperature must be finite and not negative, not {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must lie in (0, 1], not {self.top_p}")
-        if self.top_k < 0:
-            raise ValueError(f"top_k must not be negative, not {self.top_k}")
-        if not 0 <= self.min_p < 1:
-            raise ValueError(f"min_p must lie in [0, 1), not {self.min_p}")
-        if not 0 <= self.seed < 2**64:
-            raise ValueError(f"seed must be an unsigned 64-bit number, not {self.seed}")
 
 
 def uniform(seed: int, position: int) -> float:
@@ -52,27 +37,48 @@ def uniform(seed: int, position: int) -> float:
     return float(np.random.Generator(np.random.Philox(key=seed, counter=[0, position, 0, 0])).random())
 
 
-def sample(logits: torch.Tensor, specs: Sequence[SamplingSpec], positions: Sequence[int]) -> list[int]:
-    """One token per row of `logits` (n, vocab).
+def sample(
+    logits: torch.Tensor,
+    specs: Sequence[SamplingSpec],
+    positions: Sequence[int],
+    histories: Sequence[History | None] | None = None,
+) -> list[int]:
+    """One token per row of `logits` (n, vocab), which stay as they are.
 
-    `positions[i]` is the number of tokens before the sampled one, prompt included. Raises NonFiniteLogits, naming the
-    rows, rather than return a token that means nothing.
+    `positions[i]` is the number of tokens before the sampled one, prompt included; `histories[i]` are these tokens,
+    which may be None where the spec does not read them. Raises NonFiniteLogits, naming the rows, rather than return a
+    token that means nothing.
     """
-    if not len(logits) == len(specs) == len(positions):
-        raise ValueError(f"{len(logits)} rows of logits, {len(specs)} specs, {len(positions)} positions")
+    histories = [None] * len(specs) if histories is None else histories
+    if not len(logits) == len(specs) == len(positions) == len(histories):
+        raise ValueError(
+            f"{len(logits)} rows of logits, {len(specs)} specs, {len(positions)} positions, {len(histories)} histories"
+        )
     if not specs:
         return []
     _require_finite(logits)
+    batch = _Batch(specs=specs, positions=positions)
+    changed = [row for row, spec in enumerate(specs) if spec.changes_logits]
+    tokens = _choose(logits, batch, without=frozenset(changed))
+    if changed:
+        index = torch.tensor(changed, device=logits.device)
+        own = logits[index]
+        penalties.change(own, batch.at(changed).specs, [histories[row] for row in changed])
+        tokens[index] = _choose(own, batch.at(changed))
+    return [int(token) for token in tokens.tolist()]
+
+
+def _choose(logits: torch.Tensor, batch: _Batch, *, without: frozenset[int] = frozenset()) -> torch.Tensor:
+    """Token ids (n,); those of the rows `without` mean nothing."""
     tokens = logits.argmax(dim=-1)
     groups: dict[_Candidates, list[int]] = {}
-    for row, spec in enumerate(specs):
-        if spec.temperature > 0:
+    for row, spec in enumerate(batch.specs):
+        if spec.temperature > 0 and row not in without:
             groups.setdefault(_candidates(spec, logits.shape[1]), []).append(row)
     for candidates, rows in groups.items():
-        batch = _Batch(specs=[specs[r] for r in rows], positions=[positions[r] for r in rows])
         index = torch.tensor(rows, device=logits.device)
-        tokens[index] = _draw(logits[index], batch, candidates)
-    return [int(token) for token in tokens.tolist()]
+        tokens[index] = _draw(logits[index], batch.at(rows), candidates)
+    return tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,10 +11,12 @@ that was taken, is an error: what was sent never changes.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from services.engine.sampling_spec import TokenLogprobs
 from services.errors import DiptychError
 from services.gateway.detokenizer import Detokenizer
 from services.gateway.stop import StopMatcher
@@ -23,12 +25,34 @@ FinishReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LoggedToken:
+    """A token of the text that was handed out. `text_offset`: characters of the answer before it."""
+
+    token_id: int
+    logprobs: TokenLogprobs
+    text_offset: int
+
+    @property
+    def own(self) -> tuple[int, float]:
+        """The token with its log-probability."""
+        return self.token_id, self.logprobs.logprob
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """What became known at once: text to append, and the tokens it came from. `reason` is set on the last one."""
+    """What became known at once: text to append, and the tokens it came from. `reason` is set on the last one.
+
+    Where log-probabilities were asked for, `logprobs` are those of `token_ids`, one for one, and `shown` are the tokens
+    whose text is in the text up to here and was not before: a token that a stop string has cut away, or that ends the
+    answer, never is. `prompt_logprobs` come with the first piece.
+    """
 
     text: str
     token_ids: Sequence[int]
     reason: FinishReason | None = None
+    logprobs: Sequence[TokenLogprobs] = ()
+    shown: Sequence[LoggedToken] = ()
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
 
 
 @dataclass(kw_only=True)
@@ -48,6 +72,9 @@ class Answer:
         self._detokenizer = Detokenizer(self.decode)
         self._matcher = StopMatcher(self.stops)
         self._leg_begin = 0
+        self._made_chars = 0  # text that the tokens have completed
+        self._shown_chars = 0  # text that was handed out: what may begin a stop string is held back
+        self._hidden: deque[LoggedToken] = deque()  # tokens whose text was not
 
     def begin_leg(self) -> None:
         """The next offsets are those of a new placement."""
@@ -58,11 +85,20 @@ class Answer:
         """Tokens that the current placement has brought."""
         return len(self.token_ids) - self._leg_begin
 
-    def accept(self, offset: int, token_ids: Sequence[int], reason: FinishReason | None) -> Piece | None:
+    def accept(
+        self,
+        offset: int,
+        token_ids: Sequence[int],
+        reason: FinishReason | None,
+        logprobs: Sequence[TokenLogprobs] = (),
+    ) -> Piece | None:
         """Takes tokens [offset, offset + len) of the current leg; returns what is new, None when nothing is.
 
-        Raises DiptychError when a token is missing before them or one of them contradicts a token taken before.
+        `logprobs` are one for each token, or none. Raises DiptychError when a token is missing before them or one of
+        them contradicts a token taken before.
         """
+        if logprobs and len(logprobs) != len(token_ids):
+            raise DiptychError(f"{len(token_ids)} tokens came with {len(logprobs)} log-probabilities")
         known = self.leg_tokens
         old = self.token_ids[self._leg_begin + offset :][: len(token_ids)]
         if list(token_ids[: len(old)]) != old:
@@ -71,24 +107,40 @@ class Answer:
             return None
         if offset > known:
             raise DiptychError(f"tokens {known} to {offset} of the answer are missing")
-        piece = self._take(token_ids[len(old) :], reason)
+        piece = self._take(token_ids[len(old) :], logprobs[len(old) :], reason)
         return piece if piece.token_ids or piece.reason is not None else None
 
-    def _take(self, token_ids: Sequence[int], reason: FinishReason | None) -> Piece:
-        text: list[str] = []
+    def _take(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], reason: FinishReason | None) -> Piece:
+        text = ""
         taken: list[int] = []
         for token_id in token_ids:
             taken.append(token_id)
             self._count(token_id)
             if token_id not in self.end_token_ids:
-                text.append(self._matcher.push(self._detokenizer.push([token_id])))
+                if logprobs:
+                    own = logprobs[len(taken) - 1]
+                    self._hidden.append(LoggedToken(token_id=token_id, logprobs=own, text_offset=self._made_chars))
+                made = self._detokenizer.push([token_id])
+                self._made_chars += len(made)
+                text += self._matcher.push(made)
             if self._matcher.matched:
                 self.reason = "stop"
                 break
         if self.reason is None and reason is not None:
-            text.append(self._matcher.push(self._detokenizer.flush()) + self._matcher.flush())
+            text += self._matcher.push(self._detokenizer.flush()) + self._matcher.flush()
             self.reason = "stop" if self._matcher.matched else reason
-        return Piece(text="".join(text), token_ids=taken, reason=self.reason)
+        self._shown_chars += len(text)
+        return Piece(
+            text=text, token_ids=taken, reason=self.reason, logprobs=logprobs[: len(taken)], shown=self._show()
+        )
+
+    def _show(self) -> tuple[LoggedToken, ...]:
+        """Those of the hidden tokens whose text, or the beginning of it, is shown by now."""
+        whole = self.reason is not None and not self._matcher.matched  # also what has no text at all
+        shown: list[LoggedToken] = []
+        while self._hidden and (whole or self._hidden[0].text_offset < self._shown_chars):
+            shown.append(self._hidden.popleft())
+        return tuple(shown)
 
     def _count(self, token_id: int) -> None:
         self.token_ids.append(token_id)

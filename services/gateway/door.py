@@ -64,7 +64,14 @@ class EventStream:
 
 
 def _joined(first: Event, second: Event) -> Event:
-    return Event(text=first.text + second.text, token_ids=[*first.token_ids, *second.token_ids], finish=second.finish)
+    return Event(
+        text=first.text + second.text,
+        token_ids=[*first.token_ids, *second.token_ids],
+        finish=second.finish,
+        logprobs=[*first.logprobs, *second.logprobs],
+        shown=[*first.shown, *second.shown],
+        prompt_logprobs=first.prompt_logprobs or second.prompt_logprobs,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,8 +15,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from services.engine.sampling_spec import TokenLogprobs
 from services.errors import DeadlineExceeded, DiptychError, Unavailable
-from services.gateway.answer import Answer, Piece
+from services.gateway.answer import Answer, LoggedToken, Piece
 from services.gateway.closing import Closing
 from services.gateway.legs import Legs
 from services.gateway.metrics import Metrics
@@ -33,8 +34,9 @@ from services.gateway.placement import (
     Worker,
 )
 from services.gateway.recovery import Recovery
-from services.gateway.request import GenerationRequest, check_length, fit, validate
+from services.gateway.request import GenerationRequest, check_length, check_prompt_logprobs, fit, validate
 from services.gateway.text import Tokenizer
+from services.rpc.options import MAX_MESSAGE_BYTES
 from services.telemetry import context, spans
 from services.telemetry.tracing import tracer
 
@@ -66,11 +68,26 @@ class Mesh:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """A part of the answer; `finish` on the last one."""
+    """A part of the answer, see Piece; `finish` on the last one."""
 
     text: str
     token_ids: Sequence[int]
     finish: Finish | None = None
+    logprobs: Sequence[TokenLogprobs] = ()
+    shown: Sequence[LoggedToken] = ()
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
+
+    @classmethod
+    def of(cls, piece: Piece, finish: Finish | None = None) -> Event:
+        """The event that a piece is."""
+        return cls(
+            text=piece.text,
+            token_ids=piece.token_ids,
+            finish=finish,
+            logprobs=piece.logprobs,
+            shown=piece.shown,
+            prompt_logprobs=piece.prompt_logprobs,
+        )
 
 
 class Life:
@@ -144,7 +161,7 @@ class Life:
         self._note_first_token()
         finish = self._finish(piece, placement, reports)
         self._mesh.metrics.finished(finish)
-        self._emit(Event(text=piece.text, token_ids=piece.token_ids, finish=finish))
+        self._emit(Event.of(piece, finish))
         return finish
 
     async def _tokenize(self) -> None:
@@ -162,6 +179,7 @@ class Life:
             # A thread: a long prompt would hold up everybody else's tokens.
             self._prompt = await asyncio.to_thread(self._mesh.tokenizer.encode, request.prompt)
         self._tokenize_s = time.monotonic() - self._arrived_s
+        check_prompt_logprobs(request.sampling, len(self._prompt), max_bytes=MAX_MESSAGE_BYTES)
         self._max_new = fit(request.prompt, len(self._prompt), request.max_tokens, context_tokens=model.context_tokens)
 
     async def _place_until_answered(self) -> tuple[Piece, Placement, LegReports]:
@@ -194,7 +212,7 @@ class Life:
 
     def _emit_piece(self, piece: Piece) -> None:
         self._note_first_token()
-        self._emit(Event(text=piece.text, token_ids=piece.token_ids))
+        self._emit(Event.of(piece))
 
     def _note_first_token(self) -> None:
         if self._answer.first_token_s is not None and not self._first_noted:
@@ -216,11 +234,13 @@ class Life:
         )
 
     def _work(self) -> LegWork:
-        done = self._answer.token_ids
+        done, sampling = self._answer.token_ids, self._request.sampling
         return LegWork(
             request_id=self._id,
             token_ids=[*self._prompt, *done],
-            sampling=self._request.sampling,
+            prompt_tokens=len(self._prompt),
+            # Once there are tokens, the client has those of the prompt.
+            sampling=replace(sampling, prompt_logprobs=None) if done else sampling,
             max_new_tokens=self._max_new - len(done),
             stop_token_ids=self._ends,
             tenant=self._request.tenant,

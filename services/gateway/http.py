@@ -21,11 +21,13 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.errors import Cancelled, DiptychError, InvalidArgument, NotAdmitted
+from services.gateway.answer import LoggedToken
 from services.gateway.door import Gateway
 from services.gateway.generate import Event
 from services.gateway.metrics import CONTENT_TYPE
-from services.gateway.openai_answers import Json, Shape, error_body, status_code
+from services.gateway.openai_answers import Shape, error_body, status_code
 from services.gateway.openai_fields import Body, ChatBody, CompletionBody, parse
+from services.gateway.openai_logprobs import Json
 from services.gateway.placement import Finish
 from services.gateway.request import GenerationRequest
 from services.rpc.options import MAX_MESSAGE_BYTES
@@ -123,6 +125,8 @@ class Answering(Response):
             request_id=scope["request_id"],
             created=int(time.time()),
             model=self._gateway.mesh.model.name,
+            logprobs=self._request.sampling.logprobs is not None,
+            bytes_of=self._gateway.mesh.tokenizer.token_bytes,
         )
         answer = self._streamed if self._body.stream else self._whole
         if not await ended_before_disconnect(receive, answer(shape, scope, receive, send)):
@@ -130,14 +134,16 @@ class Answering(Response):
 
     async def _whole(self, shape: Shape, scope: Scope, receive: Receive, send: Send) -> None:
         text: list[str] = []
+        shown: list[LoggedToken] = []
         finish: Finish | None = None
         async with self._gateway.answering(self._request, request_id=shape.request_id) as events:
             async for event in events:
                 text.append(event.text)
+                shown += event.shown
                 finish = event.finish
         if finish is None:
             raise DiptychError("the answer ended without a finish")
-        await JSONResponse(shape.body("".join(text), finish.reason, finish.usage))(scope, receive, send)
+        await JSONResponse(shape.body("".join(text), shown, finish.reason, finish.usage))(scope, receive, send)
 
     async def _streamed(self, shape: Shape, scope: Scope, receive: Receive, send: Send) -> None:
         begun = False
@@ -160,10 +166,10 @@ class Answering(Response):
     def _chunks(self, shape: Shape, event: Event, *, first: bool) -> bytes:
         wants_usage, finish = self._body.wants_usage, event.finish
         data = b""
-        if event.text or first:
-            data += _event(shape.chunk(event.text, None, first=first, wants_usage=wants_usage))
+        if event.text or event.shown or first:
+            data += _event(shape.chunk(event.text, event.shown, first=first, wants_usage=wants_usage))
         if finish is not None:
-            data += _event(shape.chunk("", finish.reason, first=False, wants_usage=wants_usage))
+            data += _event(shape.last_chunk(finish.reason, wants_usage=wants_usage))
             if wants_usage:
                 data += _event(shape.usage_chunk(finish.usage))
             data += b"data: [DONE]\n\n"

@@ -3,6 +3,8 @@
 - Tokens of both legs go to the answer, which knows duplicates from gaps.
 - The first leg that fails cancels the other, and the caller hears of it at once. A prefill leg that fails after the
   hand-off (decode has brought tokens) no longer matters.
+- Log-probabilities of the prompt and the first token come from the prefill leg alone: where they were asked for, the
+  tokens of decode wait for it, and it matters to its end.
 - An answer that is finished (by the first token, a stop string, decode's last message) cancels what still runs.
 """
 
@@ -12,7 +14,9 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 
+from services.engine.sampling_spec import TokenLogprobs
 from services.errors import DiptychError
 from services.gateway.answer import Answer, FinishReason, Piece
 from services.gateway.peers import WorkerClient
@@ -34,6 +38,8 @@ class Legs:
         self._workers, self._placement = workers, placement
         self._answer, self._emit = answer, emit
         self._last: Piece | None = None
+        self._prompt_logprobs: Sequence[TokenLogprobs] = ()  # not handed out yet
+        self._prefilled = asyncio.Event()
         self._over = asyncio.Event()
 
     async def run(self, work: LegWork, deadline_s: float) -> Piece:
@@ -58,12 +64,14 @@ class Legs:
         try:
             report = await self._workers.prefill(work, self._placement, deadline_s)
         except LegFailed as failed:
-            if not (self.handed_over or self._over.is_set()):
+            if _waits_for_prefill(work) or not (self.handed_over or self._over.is_set()):
                 raise
             log.info("a prefill leg failed after its hand-off, which no longer matters: %s", failed)
             return
         self.reports.prefill = report
-        self._take(0, [report.token_id], report.reason)
+        self._prompt_logprobs = report.prompt_logprobs
+        self._take(0, [report.token_id], report.reason, () if report.logprobs is None else (report.logprobs,))
+        self._prefilled.set()
 
     async def _decode(self, work: LegWork, deadline_s: float) -> None:
         try:
@@ -71,7 +79,11 @@ class Legs:
                 async for message in messages:
                     self.handed_over = True
                     self.reports.decode = message.begin or self.reports.decode
-                    self._take(message.offset, message.token_ids, message.reason)
+                    if self._placement.prefill is not None and _waits_for_prefill(work):
+                        await self._prefilled.wait()
+                    elif message.begin is not None:
+                        self._prompt_logprobs = message.begin.prompt_logprobs
+                    self._take(message.offset, message.token_ids, message.reason, message.logprobs)
         except LegFailed as failed:
             if not self._over.is_set():
                 raise
@@ -79,10 +91,18 @@ class Legs:
         if not self._over.is_set():
             raise DiptychError(f"{self._placement.decode.name} ended its stream without a finish")
 
-    def _take(self, offset: int, token_ids: Sequence[int], reason: FinishReason | None) -> None:
-        piece = self._answer.accept(offset, token_ids, reason)
+    def _take(
+        self,
+        offset: int,
+        token_ids: Sequence[int],
+        reason: FinishReason | None,
+        logprobs: Sequence[TokenLogprobs],
+    ) -> None:
+        piece = self._answer.accept(offset, token_ids, reason, logprobs)
         if piece is None:
             return
+        if self._prompt_logprobs:
+            piece, self._prompt_logprobs = replace(piece, prompt_logprobs=self._prompt_logprobs), ()
         if piece.reason is None:
             self._emit(piece)
         else:
@@ -93,6 +113,10 @@ class Legs:
         """Decode may end before prefill's answer is here, which has numbers that the client is promised."""
         if self.reports.decode is not None and self.reports.prefill is None:
             await asyncio.wait(legs, timeout=_REPORT_GRACE_S)
+
+
+def _waits_for_prefill(work: LegWork) -> bool:
+    return work.sampling.logprobs is not None or work.sampling.prompt_logprobs is not None
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pydantic import JsonValue
 
 from services.errors import DiptychError, InvalidArgument, NotFound
+from services.gateway.answer import LoggedToken
+from services.gateway.openai_logprobs import BytesOf, Json, chat_logprobs, completion_logprobs
 from services.gateway.placement import Usage
 from services.rpc.errors import status_of
-
-Json = dict[str, JsonValue]
 
 _STATUS = {
     "INVALID_ARGUMENT": 400,
@@ -47,37 +48,50 @@ def error_body(error: BaseException) -> Json:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """How one answer is written. `created` is wall-clock seconds."""
+    """How one answer is written. `created` is wall-clock seconds; `logprobs`: they were asked for."""
 
     chat: bool
     request_id: str
     created: int
     model: str
+    logprobs: bool
+    bytes_of: BytesOf
 
-    def body(self, text: str, reason: str, usage: Usage) -> Json:
+    def body(self, text: str, shown: Sequence[LoggedToken], reason: str, usage: Usage) -> Json:
         """The whole answer."""
-        choice: Json = {"index": 0, "logprobs": None, "finish_reason": reason}
+        choice: Json = {"index": 0, "logprobs": self._logprobs(shown), "finish_reason": reason}
         if self.chat:
             choice["message"] = {"role": "assistant", "content": text, "refusal": None}
         else:
             choice["text"] = text
         return {**self._head("chat.completion"), "choices": [choice], "usage": usage_body(usage)}
 
-    def chunk(self, text: str, reason: str | None, *, first: bool, wants_usage: bool) -> Json:
+    def chunk(self, text: str, shown: Sequence[LoggedToken], *, first: bool, wants_usage: bool) -> Json:
         """A part of a streamed answer."""
-        choice: Json = {"index": 0, "logprobs": None, "finish_reason": reason}
+        choice: Json = {"index": 0, "logprobs": self._logprobs(shown), "finish_reason": None}
         if self.chat:
-            delta: Json = {"role": "assistant", "content": text} if first else {}
-            if text:
-                delta["content"] = text
-            choice["delta"] = delta
+            choice["delta"] = {"role": "assistant", "content": text} if first else {"content": text}
         else:
             choice["text"] = text
+        return self._chunk([choice], {"usage": None} if wants_usage else {})
+
+    def last_chunk(self, reason: str, *, wants_usage: bool) -> Json:
+        """The end of a streamed answer."""
+        choice: Json = {"index": 0, "logprobs": None, "finish_reason": reason}
+        if self.chat:
+            choice["delta"] = {}
+        else:
+            choice["text"] = ""
         return self._chunk([choice], {"usage": None} if wants_usage else {})
 
     def usage_chunk(self, usage: Usage) -> Json:
         """The last chunk of a stream whose client asked for the usage."""
         return self._chunk([], {"usage": usage_body(usage)})
+
+    def _logprobs(self, shown: Sequence[LoggedToken]) -> Json | None:
+        if not self.logprobs:
+            return None
+        return (chat_logprobs if self.chat else completion_logprobs)(shown, self.bytes_of)
 
     def _chunk(self, choices: list[JsonValue], more: Json) -> Json:
         return {**self._head("chat.completion.chunk"), "choices": choices, **more}

@@ -6,12 +6,14 @@ by name. Ranges are checked where the native door's are (`request.validate`).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from pydantic_core import from_json
 
+from services.engine.sampling_spec import MAX_LOGPROBS
 from services.errors import InvalidArgument
 from services.gateway.request import (
     ChatPrompt,
@@ -23,6 +25,7 @@ from services.gateway.request import (
     TokenPrompt,
 )
 
+_TOKEN_ID = re.compile(r"[0-9]{1,10}")
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 
 # Known fields whose other values are not served; these values mean "off".
@@ -31,13 +34,7 @@ _OFF: Mapping[str, tuple[JsonValue, ...]] = {
     "best_of": (None, 1),
     "echo": (None, False),
     "suffix": (None, ""),
-    "logprobs": (None, False),
-    "top_logprobs": (None, 0),
-    "prompt_logprobs": (None, 0),
-    "logit_bias": (None, {}),
-    "presence_penalty": (None, 0, 0.0),
-    "frequency_penalty": (None, 0, 0.0),
-    "repetition_penalty": (None, 1, 1.0),
+    "prompt_logprobs": (None,),
     "min_tokens": (None, 0),
     "response_format": (None, {"type": "text"}),
     "tools": (None, []),
@@ -91,14 +88,18 @@ class Body(_Strict):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = Field(default=None, ge=-(1 << 63), lt=1 << 64)
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
     stop: str | list[str] | None = None
     ignore_eos: bool | None = None
     user: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
-    def request(self, prompt: Prompt, max_tokens: int) -> GenerationRequest:
-        """The request of ours."""
+    def request(self, prompt: Prompt, max_tokens: int, logprobs: int | None) -> GenerationRequest:
+        """The request of ours; `logprobs` as in Sampling."""
         if self.stream_options is not None and not self.stream:
             raise InvalidArgument("stream_options", "is only allowed when stream is true")
         if not self.model:
@@ -113,6 +114,11 @@ class Body(_Strict):
                 top_k=self.top_k or 0,
                 min_p=self.min_p or 0.0,
                 seed=None if self.seed is None else self.seed % (1 << 64),
+                repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+                presence_penalty=self.presence_penalty or 0.0,
+                frequency_penalty=self.frequency_penalty or 0.0,
+                logit_bias=_biases(self.logit_bias or {}),
+                logprobs=logprobs,
             ),
             max_tokens=max_tokens,
             stop=tuple(stops),
@@ -130,6 +136,8 @@ class ChatBody(Body):
 
     messages: list[ChatTurn]
     max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
 
     def to_request(self) -> GenerationRequest:
         """Without a limit the answer may fill the context."""
@@ -137,17 +145,26 @@ class ChatBody(Body):
             raise InvalidArgument("max_completion_tokens", "contradicts max_tokens")
         turns = [Message(role=turn.role, content=_text(turn.content)) for turn in self.messages]
         limit = self.max_completion_tokens or self.max_tokens or 0
-        return self.request(ChatPrompt(field="messages", messages=turns), limit)
+        return self.request(ChatPrompt(field="messages", messages=turns), limit, self._logprobs())
+
+    def _logprobs(self) -> int | None:
+        top = self.top_logprobs or 0
+        if top and not self.logprobs:
+            raise InvalidArgument("top_logprobs", "is only allowed when logprobs is true")
+        if not 0 <= top <= MAX_LOGPROBS:
+            raise InvalidArgument("top_logprobs", f"{top} is not in [0, {MAX_LOGPROBS}]")
+        return top if self.logprobs else None
 
 
 class CompletionBody(Body):
     """POST /v1/completions."""
 
     prompt: JsonValue
+    logprobs: int | None = None
 
     def to_request(self) -> GenerationRequest:
         """The prompt is text or token ids, also as a list of exactly one."""
-        return self.request(_prompt(self.prompt), self.max_tokens or COMPLETION_MAX_TOKENS)
+        return self.request(_prompt(self.prompt), self.max_tokens or COMPLETION_MAX_TOKENS, self.logprobs)
 
 
 BodyT = TypeVar("BodyT", ChatBody, CompletionBody)
@@ -184,6 +201,12 @@ def _one_line(error: ValidationError) -> InvalidArgument:
             break
     problem = {"missing": "is required", "extra_forbidden": "unknown field"}.get(first["type"], first["msg"])
     return InvalidArgument(field, problem[:1].lower() + problem[1:])
+
+
+def _biases(biases: Mapping[str, float]) -> dict[int, float]:
+    if wrong := next((key for key in biases if not _TOKEN_ID.fullmatch(key)), None):
+        raise InvalidArgument("logit_bias", f"{wrong!r} is not a token id")
+    return {int(key): bias for key, bias in biases.items()}
 
 
 def _text(content: str | list[TextPart]) -> str:

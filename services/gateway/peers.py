@@ -26,7 +26,7 @@ from services.errors import DeadlineExceeded, DiptychError, Unavailable
 from services.gateway import placement as p
 from services.gateway.answer import FinishReason
 from services.rpc.channels import Channels
-from services.rpc.convert import to_duration, to_seconds
+from services.rpc.convert import from_logprobs, to_duration, to_seconds
 from services.rpc.errors import error_of
 from services.telemetry import context
 
@@ -135,6 +135,8 @@ class WorkerClient:
             queue_s=to_seconds(response.queue),
             compute_s=to_seconds(response.compute),
             chunks=response.chunks,
+            logprobs=from_logprobs(response.logprobs) if response.HasField("logprobs") else None,
+            prompt_logprobs=tuple(map(from_logprobs, response.prompt_logprobs)),
         )
 
     async def decode(
@@ -227,11 +229,18 @@ def _sequence(work: p.LegWork) -> request_pb2.Sequence:
             top_k=sampling.top_k,
             min_p=sampling.min_p,
             seed=sampling.seed,
+            repetition_penalty=sampling.repetition_penalty,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            logit_bias=sampling.logit_bias,
+            logprobs=sampling.logprobs,
+            prompt_logprobs=sampling.prompt_logprobs,
         ),
         max_new_tokens=work.max_new_tokens,
         stop_token_ids=work.stop_token_ids,
         tenant=work.tenant,
         priority=work.priority,
+        prompt_tokens=work.prompt_tokens,
     )
 
 
@@ -241,6 +250,7 @@ def _decode_tokens(message: decode_pb2.DecodeResponse) -> p.DecodeTokens:
     return p.DecodeTokens(
         offset=message.offset,
         token_ids=tuple(message.token_ids),
+        logprobs=tuple(map(from_logprobs, message.logprobs)),
         begin=_decode_begin(message.begin) if message.HasField("begin") else None,
         reason=_REASONS.get(message.finish_reason),
     )
@@ -253,6 +263,7 @@ def _decode_begin(begin: decode_pb2.DecodeBegin) -> p.DecodeBegin:
         prefill_compute_s=to_seconds(begin.prefill_compute),
         prefill_chunks=begin.prefill_chunks,
         cached_tokens=begin.cached_tokens,
+        prompt_logprobs=tuple(map(from_logprobs, begin.prompt_logprobs)),
     )
 
 

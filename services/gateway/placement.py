@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from services.engine.sampling_spec import TokenLogprobs
 from services.errors import DiptychError, HandOffLost
 from services.gateway.answer import FinishReason
 from services.gateway.request import Sampling, Slo
@@ -48,10 +49,11 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LegWork:
-    """What both legs work on. `sampling.seed` is always set."""
+    """What both legs work on. `sampling.seed` is always set; `prompt_tokens` of the tokens are the client's prompt."""
 
     request_id: str
     token_ids: Sequence[int]
+    prompt_tokens: int
     sampling: Sampling
     max_new_tokens: int
     stop_token_ids: Sequence[int]
@@ -69,6 +71,8 @@ class PrefillAnswer:
     queue_s: float
     compute_s: float
     chunks: int
+    logprobs: TokenLogprobs | None
+    prompt_logprobs: Sequence[TokenLogprobs]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,14 +96,19 @@ class DecodeBegin:
     prefill_compute_s: float
     prefill_chunks: int
     cached_tokens: int
+    prompt_logprobs: Sequence[TokenLogprobs]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeTokens:
-    """Tokens [offset, offset + len) of the leg; `begin` on the first message, `reason` on the last."""
+    """Tokens [offset, offset + len) of the leg; `begin` on the first message, `reason` on the last.
+
+    `logprobs`: one for each token, or none at all.
+    """
 
     offset: int
     token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprobs]
     begin: DecodeBegin | None
     reason: FinishReason | None
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from services.engine.sampling_spec import MAX_LOGIT_BIASES, MAX_LOGPROBS
 from services.errors import InvalidArgument, NotFound
 
 MAX_STOPS = 16
@@ -51,13 +52,22 @@ Prompt = TextPrompt | ChatPrompt | TokenPrompt
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """How tokens are chosen; the zero value is greedy. `seed` None: the gateway draws one."""
+    """How tokens are chosen, and what is reported of their probabilities; request.proto has the words.
+
+    The zero value is greedy. `seed` None: the gateway draws one. `logprobs`, `prompt_logprobs` None: not reported.
+    """
 
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
     seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +104,8 @@ def validate(request: GenerationRequest, *, model: str, vocab: int) -> None:
         raise NotFound(f"model {request.model!r} does not exist; this gateway serves {model!r}")
     _check_prompt(request.prompt, vocab)
     _check_sampling(request.sampling)
+    _check_penalties(request.sampling, vocab)
+    _check_logprobs(request.sampling)
     _check_stops(request.stop)
     if request.max_tokens < 0:
         raise InvalidArgument("max_tokens", f"{request.max_tokens} is negative")
@@ -125,6 +137,18 @@ def check_length(prompt: Prompt, *, longest_token: int, context_tokens: int) -> 
     if length > longest_token * context_tokens:
         raise InvalidArgument(
             prompt.field, f"{length} characters cannot fit into the context of {context_tokens} tokens"
+        )
+
+
+def check_prompt_logprobs(sampling: Sampling, prompt_tokens: int, *, max_bytes: int) -> None:
+    """Raises InvalidArgument for a report that fits no message: it comes as one, with the first token."""
+    if sampling.prompt_logprobs is None:
+        return
+    size = prompt_tokens * (12 + 9 * sampling.prompt_logprobs)  # upper bound: a token id takes 5 bytes, a logprob 4
+    if size > max_bytes:
+        raise InvalidArgument(
+            "prompt_logprobs",
+            f"{sampling.prompt_logprobs} for {prompt_tokens} tokens are up to {size} bytes, more than {max_bytes}",
         )
 
 
@@ -178,6 +202,30 @@ def _check_sampling(sampling: Sampling) -> None:
         raise InvalidArgument("min_p", f"{sampling.min_p:g} is not in [0, 1)")
     if sampling.seed is not None and not 0 <= sampling.seed < 1 << 64:
         raise InvalidArgument("seed", f"{sampling.seed} is not in [0, 2^64)")
+
+
+def _check_penalties(sampling: Sampling, vocab: int) -> None:
+    if not (math.isfinite(sampling.repetition_penalty) and sampling.repetition_penalty > 0):
+        raise InvalidArgument("repetition_penalty", f"{sampling.repetition_penalty:g} is not a number above 0")
+    for name, penalty in (
+        ("presence_penalty", sampling.presence_penalty),
+        ("frequency_penalty", sampling.frequency_penalty),
+    ):
+        if not -2 <= penalty <= 2:
+            raise InvalidArgument(name, f"{penalty:g} is not in [-2, 2]")
+    if len(sampling.logit_bias) > MAX_LOGIT_BIASES:
+        raise InvalidArgument("logit_bias", f"{len(sampling.logit_bias)} tokens are more than {MAX_LOGIT_BIASES}")
+    for token_id, bias in sampling.logit_bias.items():
+        if not 0 <= token_id < vocab:
+            raise InvalidArgument("logit_bias", f"token id {token_id} is outside the vocabulary [0, {vocab})")
+        if not -100 <= bias <= 100:
+            raise InvalidArgument("logit_bias", f"{bias:g} for token id {token_id} is not in [-100, 100]")
+
+
+def _check_logprobs(sampling: Sampling) -> None:
+    for name, count in (("logprobs", sampling.logprobs), ("prompt_logprobs", sampling.prompt_logprobs)):
+        if count is not None and not 0 <= count <= MAX_LOGPROBS:
+            raise InvalidArgument(name, f"{count} is not in [0, {MAX_LOGPROBS}]")
 
 
 def _check_stops(stops: Sequence[str]) -> None:

@@ -22,7 +22,7 @@ from services.gateway.request import (
     TextPrompt,
     TokenPrompt,
 )
-from services.rpc.convert import to_duration, to_seconds
+from services.rpc.convert import to_duration, to_logprobs, to_seconds
 from services.telemetry import context as call_context
 
 GenerateContext = grpc.aio.ServicerContext[gateway_pb2.GenerateRequest, gateway_pb2.GenerateResponse]
@@ -75,6 +75,12 @@ def _request(message: gateway_pb2.GenerateRequest) -> GenerationRequest:
             top_k=sampling.top_k,
             min_p=sampling.min_p,
             seed=sampling.seed if sampling.HasField("seed") else None,
+            repetition_penalty=sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            logit_bias=dict(sampling.logit_bias),
+            logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
+            prompt_logprobs=sampling.prompt_logprobs if sampling.HasField("prompt_logprobs") else None,
         ),
         max_tokens=message.max_tokens,
         stop=tuple(message.stop),
@@ -120,7 +126,12 @@ def _prompt(message: gateway_pb2.GenerateRequest) -> Prompt:
 
 
 def _response(event: Event, client_request_id: str) -> gateway_pb2.GenerateResponse:
-    response = gateway_pb2.GenerateResponse(text=event.text, token_ids=event.token_ids)
+    response = gateway_pb2.GenerateResponse(
+        text=event.text,
+        token_ids=event.token_ids,
+        logprobs=map(to_logprobs, event.logprobs),
+        prompt_logprobs=map(to_logprobs, event.prompt_logprobs),
+    )
     if (finish := event.finish) is not None:
         usage = finish.usage
         response.finish.CopyFrom(

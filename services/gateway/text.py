@@ -19,6 +19,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from services.errors import InvalidArgument, StartError
 from services.gateway.request import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from services.gateway.token_bytes import TokenBytes
 
 Json = dict[str, object]
 
@@ -30,8 +31,10 @@ class Tokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
-        self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)
+        vocab = tokenizer.get_vocab()
+        self.longest_token = max(map(len, vocab), default=1)
         """Characters of the longest token; byte-level vocabularies count bytes, which are no fewer."""
+        self._bytes = TokenBytes(vocab, self.decode)
         self._special_tokens = special_tokens
         self._template = _environment().from_string(chat_template) if chat_template else None
 
@@ -73,6 +76,10 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of the tokens, special tokens left out."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Bytes of one token, special tokens included: the answer's text is these in a row, as far as it is valid."""
+        return self._bytes[token_id]
 
     def _ids(self, field: str, text: str, *, special: bool) -> list[int]:
         try:

@@ -19,17 +19,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
 
 from kvtransfer.blocks import BlockPool, BlockState
 from services.engine.prefix import PrefixCache
+from services.engine.sampling_spec import TokenLogprobs
 from services.engine.sequence import TokenSequence, blocks_needed, finish_reason
 from services.errors import Cancelled, DiptychError, HandOffLost, NotAdmitted
 from services.prefill.messages import Admitted, Cancel, Command, Event, Failed, FirstToken, Progress, Released, Submit
-from services.worker.work import Load, Work
-
-if TYPE_CHECKING:  # its module imports torch
-    pass
+from services.worker.work import Computed, Load, Work
 
 
 class Stage(Enum):
@@ -50,6 +47,19 @@ class _Prompt:
     admitted_s: float = 0.0
     cached_tokens: int = 0
     chunks: int = 0
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    def work(self, limit_tokens: int) -> Work:
+        """Its next slice."""
+        submit, tokens = self.submit, self.sequence.token_ids
+        return Work.of(
+            submit.key,
+            self.sequence.next_slice(limit_tokens),
+            submit.sampling,
+            tokens,
+            prompt_tokens=submit.prompt_tokens or len(tokens),
+            wants_prompt_logprobs=submit.wants_prompt_logprobs,
+        )
 
 
 @dataclass(kw_only=True)
@@ -86,21 +96,21 @@ class PrefillCore:
             if budget == 0 or len(work) == self.max_batch:
                 break
             if prompt.stage is Stage.COMPUTING:
-                piece = prompt.sequence.next_slice(budget)
-                budget -= len(piece.token_ids)
-                work.append(Work(key=prompt.submit.key, slice=piece, sampling=prompt.submit.sampling))
+                work.append(prompt.work(budget))
+                budget -= len(work[-1].slice.token_ids)
         return work
 
-    def complete(self, work: Sequence[Work], tokens: Sequence[int | None], now_s: float) -> None:
+    def complete(self, work: Sequence[Work], results: Sequence[Computed], now_s: float) -> None:
         """See StepCore."""
-        for item, token in zip(work, tokens, strict=True):
+        for item, result in zip(work, results, strict=True):
             prompt = self._prompts[item.key]
+            prompt.prompt_logprobs += result.prompt_logprobs
             prompt.sequence.advance(len(item.slice.token_ids))
             prompt.chunks += 1
             self.prefix.register(item.key, prompt.sequence)
             self._events.append(Progress(key=item.key, computed_tokens=prompt.sequence.computed))
-            if token is not None:
-                self._finish(prompt, token, now_s)
+            if result.token_id is not None:
+                self._finish(prompt, result.token_id, result.logprobs, now_s)
 
     def fail(self, work: Sequence[Work], error: Exception) -> None:
         """See StepCore."""
@@ -168,7 +178,7 @@ class PrefillCore:
             if prompt.stage is not Stage.WAITING:
                 continue
             key = prompt.submit.key
-            cached_tokens = self.prefix.admit(key, prompt.sequence)
+            cached_tokens = self.prefix.admit(key, prompt.sequence, whole=prompt.submit.wants_prompt_logprobs)
             if cached_tokens is None:
                 return  # first come, first served: nobody passes
             prompt.stage, prompt.admitted_s, prompt.cached_tokens = Stage.COMPUTING, now_s, cached_tokens
@@ -176,7 +186,7 @@ class PrefillCore:
             if cached_tokens:
                 self._events.append(Progress(key=key, computed_tokens=cached_tokens))
 
-    def _finish(self, prompt: _Prompt, token: int, now_s: float) -> None:
+    def _finish(self, prompt: _Prompt, token: int, logprobs: TokenLogprobs | None, now_s: float) -> None:
         submit = prompt.submit
         prompt.stage = Stage.COMPUTED
         self.pool.lease(submit.key)
@@ -191,6 +201,8 @@ class PrefillCore:
                 computed_s=now_s,
                 cached_tokens=prompt.cached_tokens,
                 chunks=prompt.chunks,
+                logprobs=logprobs,
+                prompt_logprobs=tuple(prompt.prompt_logprobs),
             )
         )
 

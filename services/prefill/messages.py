@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from services.engine.sampling_spec import SamplingSpec, TokenLogprobs
 from services.engine.sequence import FinishReason
 from services.errors import DiptychError
-
-if TYPE_CHECKING:  # its module imports torch
-    from services.engine.sampling import SamplingSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Submit:
-    """A prompt to compute. `key` is its transfer id."""
+    """A prompt to compute. `key` is its transfer id.
+
+    `prompt_tokens` of its tokens are the client's prompt, the others were generated in earlier placements; 0 means all.
+    """
 
     key: str
     token_ids: tuple[int, ...]
     sampling: SamplingSpec
     max_new_tokens: int
     stop_token_ids: frozenset[int]
+    prompt_tokens: int = 0
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """The logits of the whole prompt are needed: none of it may come from a cache."""
+        return self.sampling.prompt_logprobs is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +74,8 @@ class FirstToken:
     computed_s: float
     cached_tokens: int  # of the prompt, from the prefix cache
     chunks: int
+    logprobs: TokenLogprobs | None = None  # of the token
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the client's prompt from its second token on
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

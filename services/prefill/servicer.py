@@ -13,7 +13,7 @@ from kvtransfer.sender import Sender
 from services.engine.card import ModelCard
 from services.prefill.messages import FirstToken, Submit
 from services.prefill.service import PrefillService
-from services.rpc.convert import to_duration
+from services.rpc.convert import to_duration, to_logprobs
 from services.rpc.server import RpcServer
 from services.telemetry import spans, tracing
 from services.worker.convert import from_limit, from_sampling, require_sequence, to_finish
@@ -53,6 +53,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             sampling=from_sampling(sequence.sampling),
             max_new_tokens=sequence.max_new_tokens,
             stop_token_ids=frozenset(sequence.stop_token_ids),
+            prompt_tokens=sequence.prompt_tokens,
         )
         first = await self._service.prefill(submit, from_limit(request.hand_off_limit))
         _record(first, len(submit.token_ids))
@@ -63,6 +64,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             queue=to_duration(first.admitted_s - first.submitted_s),
             compute=to_duration(first.computed_s - first.admitted_s),
             chunks=first.chunks,
+            logprobs=to_logprobs(first.logprobs) if first.logprobs else None,
+            prompt_logprobs=map(to_logprobs, first.prompt_logprobs),
         )
 
 

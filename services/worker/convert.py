@@ -6,7 +6,7 @@ from diptych.v1 import request_pb2, worker_pb2
 from google.protobuf.duration_pb2 import Duration
 
 from kvtransfer.layout import DType, KvLayout
-from services.engine.sampling import SamplingSpec
+from services.engine.sampling_spec import SamplingSpec
 from services.engine.sequence import FinishReason
 from services.errors import DeadlineExceeded, InvalidArgument
 from services.rpc.convert import to_seconds
@@ -46,6 +46,12 @@ def from_sampling(params: request_pb2.SamplingParams) -> SamplingSpec:
             top_k=params.top_k,
             min_p=params.min_p,
             seed=params.seed,
+            repetition_penalty=params.repetition_penalty if params.HasField("repetition_penalty") else 1.0,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            logit_bias=tuple(sorted(params.logit_bias.items())),
+            logprobs=params.logprobs if params.HasField("logprobs") else None,
+            prompt_logprobs=params.prompt_logprobs if params.HasField("prompt_logprobs") else None,
         )
     except ValueError as error:
         raise InvalidArgument("sequence.sampling", str(error)) from None
@@ -57,6 +63,11 @@ def require_sequence(sequence: request_pb2.Sequence, vocab: int, context_tokens:
         raise InvalidArgument("sequence.token_ids", "must not be empty")
     if (largest := max(sequence.token_ids)) >= vocab:
         raise InvalidArgument("sequence.token_ids", f"{largest} is outside the vocabulary of {vocab}")
+    if sequence.prompt_tokens > len(sequence.token_ids):
+        count = len(sequence.token_ids)
+        raise InvalidArgument("sequence.prompt_tokens", f"{sequence.prompt_tokens} are more than the {count} token_ids")
+    if (largest := max(sequence.sampling.logit_bias, default=0)) >= vocab:
+        raise InvalidArgument("sequence.sampling", f"logit_bias: {largest} is outside the vocabulary of {vocab}")
     if sequence.max_new_tokens < 1:
         raise InvalidArgument("sequence.max_new_tokens", "must be at least 1")
     most = len(sequence.token_ids) + sequence.max_new_tokens

@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from services.worker.work import Execute, Load, StepCore
+from services.errors import DiptychError
+from services.worker.work import Computed, Execute, Load, StepCore, Work
 
 log = logging.getLogger(__name__)
 
@@ -100,16 +101,30 @@ class StepThread(Generic[CommandT, EventT]):
         work = self._core.plan(time.monotonic())
         if work:
             try:
-                tokens = self._execute(work)
+                results = self._execute(work)
             except Exception as error:
                 log.error("a step of %d requests failed: %s", len(work), error, exc_info=error)
                 self._core.fail(work, error)
             else:
-                self._core.complete(work, tokens, time.monotonic())
+                self._complete(work, results)
         self._load = self._core.load()
         if events := self._core.take_events():
             self._call(self._deliver, events)
         return bool(work)
+
+    def _complete(self, work: Sequence[Work], results: Sequence[Computed | DiptychError]) -> None:
+        """Gives the core a computed step: first what failed of it, then the rest."""
+        good: list[Work] = []
+        computed: list[Computed] = []
+        for item, result in zip(work, results, strict=True):
+            if isinstance(result, DiptychError):
+                log.error("one of the %d requests of a step failed: %s", len(work), result)
+                self._core.fail([item], result)
+            else:
+                good.append(item)
+                computed.append(result)
+        if good:
+            self._core.complete(good, computed, time.monotonic())
 
     def _call(self, function: Callable[[EventT2], None], argument: EventT2) -> None:
         try:

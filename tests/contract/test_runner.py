@@ -199,6 +199,30 @@ def test_logits_of_the_wanted_slices_equal_the_references(case: Case) -> None:
     torch.testing.assert_close(logits, torch.stack(expected).detach(), rtol=1e-4, atol=1e-4)
 
 
+def test_logits_of_whole_slices_equal_the_references_beside_slices_that_want_one_or_none(case: Case) -> None:
+    """A prompt in two chunks, of which all logits are wanted; then what foretells each of its tokens is known."""
+    prompt, others = prompt_of(41, seed=4), [prompt_of(20, seed=4), prompt_of(3, seed=4)]
+    runner, found = case.runner(), []
+    for start, end in ((0, 23), (23, 41)):
+        whole = Slice(
+            token_ids=prompt[start:end],
+            start=start,
+            blocks=range(4),
+            wants_logits=end == len(prompt),
+            wants_all_logits=True,
+        )
+        one = Slice(token_ids=others[0], start=0, blocks=range(4, 8), wants_logits=True)
+        none = Slice(token_ids=others[1], start=0, blocks=[8], wants_logits=False)
+        logits = runner.run([none, whole, one])
+        assert len(logits) == end - start + 1
+        found.append(logits[:-1])
+        torch.testing.assert_close(
+            logits[-1], case.reference(torch.tensor([others[0]])).logits[0, -1].detach(), rtol=1e-4, atol=1e-4
+        )
+    expected = case.reference(torch.tensor([prompt])).logits[0].detach()
+    torch.testing.assert_close(torch.cat(found), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_the_blocks_hold_the_references_keys_token_by_token(llama: Case) -> None:
     """What another worker is sent is what is in the arena: right place, right layout, nothing else touched."""
     prompt, blocks = prompt_of(BLOCK_TOKENS + 3), [9, 4]

@@ -121,6 +121,18 @@ def test_a_limit_that_is_over_already_is_refused_by_name(mesh: Mesh, limit_s: st
     assert mesh.script.requests == []
 
 
+def test_generate_asks_for_penalties_and_logprobs_and_shows_them_in_json(mesh: Mesh) -> None:
+    mesh.script.messages = answer(["Pa", "ris"])
+    for message in mesh.script.messages[1:3]:
+        message.logprobs.add(logprob=-0.5, top_token_ids=[7], top_logprobs=[-0.25])
+    flags = ("--repetition-penalty=1.5", "--presence-penalty=1", "--frequency-penalty=-2", "--logprobs=1")
+    result = run("generate", "What?", "--grpc", mesh.address, "--json", *flags)
+    assert json.loads(result.stdout)["logprobs"] == [{"logprob": -0.5, "top": [[7, -0.25]]}] * 2
+    sent = mesh.script.requests[0].sampling
+    assert (sent.repetition_penalty, sent.presence_penalty, sent.frequency_penalty) == (1.5, 1.0, -2.0)
+    assert sent.logprobs == 1
+
+
 def test_generate_json_is_one_line_with_text_usage_and_phases(mesh: Mesh) -> None:
     mesh.script.messages = answer(["Pa", "ris"])
     result = run("generate", "What?", "--grpc", mesh.address, "--json")

@@ -10,7 +10,7 @@ import grpc
 import httpx
 import openai
 import pytest
-from diptych.v1 import worker_pb2
+from diptych.v1 import decode_pb2, worker_pb2
 from gateway_peers import (
     END,
     LENGTH,
@@ -148,11 +148,20 @@ BAD = [
     (CHAT_PATH, {"max_tokens": 60}, "max_tokens"),
     (CHAT_PATH, {"max_tokens": 1.5}, "max_tokens"),
     (CHAT_PATH, {"n": 2}, "n"),
-    (CHAT_PATH, {"logprobs": True}, "logprobs"),
+    (CHAT_PATH, {"logprobs": 2}, "logprobs"),
+    (CHAT_PATH, {"top_logprobs": 2}, "top_logprobs"),
+    (CHAT_PATH, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    (TEXT_PATH, {"logprobs": 21}, "logprobs"),
+    (TEXT_PATH, {"logprobs": True}, "logprobs"),
+    (CHAT_PATH, {"prompt_logprobs": 1}, "prompt_logprobs"),
     (CHAT_PATH, {"logit_bias": {"99999": 1}}, "logit_bias"),
     (CHAT_PATH, {"tools": [{"type": "function"}]}, "tools"),
     (CHAT_PATH, {"response_format": {"type": "json_object"}}, "response_format"),
-    (CHAT_PATH, {"presence_penalty": 0.5}, "presence_penalty"),
+    (CHAT_PATH, {"logit_bias": {"1": 101}}, "logit_bias"),
+    (CHAT_PATH, {"logit_bias": {"x": 1}}, "logit_bias"),
+    (CHAT_PATH, {"presence_penalty": 2.5}, "presence_penalty"),
+    (CHAT_PATH, {"frequency_penalty": -2.5}, "frequency_penalty"),
+    (CHAT_PATH, {"repetition_penalty": 0}, "repetition_penalty"),
     (CHAT_PATH, {"no_such_field": 1}, "no_such_field"),
     (CHAT_PATH, {"messages": []}, "messages"),
     (CHAT_PATH, {"messages": [{"role": "robot", "content": "hi"}]}, "messages[0].role"),
@@ -236,6 +245,77 @@ async def test_a_failure_before_the_answer_has_its_own_status(
     answer = await http.post(CHAT_PATH, json=CHAT | {"stream": stream})
     assert answer.status_code == status and answer.json()["error"]["message"]
     assert answer.headers.get("retry-after") == ("3" if status == 429 else None)
+
+
+def logged(offset: int, token_ids: list[int], reason: int = 0) -> decode_pb2.DecodeResponse:
+    """Tokens with log-probabilities: each token's is minus its id, an x is the one alternative."""
+    message = tokens(offset, token_ids, reason)
+    for token_id in token_ids:
+        message.logprobs.add(logprob=-token_id, top_token_ids=ids("x"), top_logprobs=[-0.5])
+    return message
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_chats_logprobs_are_those_of_the_tokens_of_its_text(
+    world: Scene, client: openai.AsyncOpenAI, stream: bool
+) -> None:
+    """The stop string's tokens and the end token belong to no text; a character may be of several tokens."""
+    for text, stop in (("Aé日", None), ("A日<stop>", "<stop>")):
+        word = ids(text)
+        cut = ids(text.removesuffix(stop or ""))
+        world.decode.decodes = [decoding(*(logged(i, [t]) for i, t in enumerate(word)), logged(len(word), [END], STOP))]
+        entries = []
+        asked = {"model": "tiny", "messages": CHAT["messages"], "logprobs": True, "top_logprobs": 1, "stop": stop}
+        if stream:
+            async for chunk in await client.chat.completions.create(stream=True, **asked):
+                logprobs = chunk.choices[0].logprobs
+                entries += logprobs.content if logprobs else []
+        else:
+            answer = await client.chat.completions.create(**asked)
+            assert answer.choices[0].logprobs is not None and answer.choices[0].logprobs.refusal is None
+            entries = answer.choices[0].logprobs.content
+        assert [entry.logprob for entry in entries] == [-token for token in cut]
+        assert bytes(byte for entry in entries for byte in entry.bytes).decode() == text.removesuffix(stop or "")
+        assert entries[0].token == "A" and entries[-1].token.startswith("bytes:\\x")
+        assert [(top.token, top.logprob, top.bytes) for top in entries[0].top_logprobs] == [("x", -0.5, [120])]
+        sent = world.decode.decode_requests[-1].sequence.sampling
+        assert sent.logprobs == 1 and not sent.HasField("prompt_logprobs")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_completions_logprobs_are_four_lists_of_the_same_length(
+    world: Scene, client: openai.AsyncOpenAI, stream: bool
+) -> None:
+    word = ids("Aé!")
+    world.decode.decodes = [decoding(*(logged(i, [t]) for i, t in enumerate(word)), tokens(len(word), [], LENGTH))]
+    if stream:
+        chunks = [c async for c in await client.completions.create(model="tiny", prompt="hi", logprobs=1, stream=True)]
+        found = [c.choices[0].logprobs for c in chunks if c.choices[0].logprobs is not None]
+    else:
+        answer = await client.completions.create(model="tiny", prompt="hi", logprobs=1)
+        assert answer.choices[0].logprobs is not None
+        found = [answer.choices[0].logprobs]
+    assert [token for part in found for token in part.tokens] == ["A", "bytes:\\xc3", "bytes:\\xa9", "!"]
+    assert [value for part in found for value in part.token_logprobs] == [-token for token in word]
+    assert [offset for part in found for offset in part.text_offset] == [0, 1, 1, 2]
+    assert next(top for part in found for top in part.top_logprobs) == {"A": -word[0], "x": -0.5}
+
+
+async def test_logprobs_are_null_when_nobody_asked(world: Scene, http: httpx.AsyncClient) -> None:
+    world.decode.decodes = [decoding(tokens(0, HELLO, LENGTH)) for _ in range(2)]
+    for path, body in ((CHAT_PATH, CHAT), (TEXT_PATH, TEXT)):
+        assert (await http.post(path, json=body)).json()["choices"][0]["logprobs"] is None
+        assert not world.decode.decode_requests[-1].sequence.sampling.HasField("logprobs")
+
+
+async def test_penalties_and_bias_reach_both_legs(world: Scene, http: httpx.AsyncClient) -> None:
+    world.decode.decodes = [decoding(tokens(0, HELLO, LENGTH))]
+    more = {"presence_penalty": 0.5, "frequency_penalty": -1, "repetition_penalty": 1.25, "logit_bias": {"7": -100}}
+    assert (await http.post(TEXT_PATH, json=TEXT | more)).status_code == 200
+    sent = world.decode.decode_requests[0].sequence
+    assert (sent.sampling.presence_penalty, sent.sampling.frequency_penalty) == (0.5, -1.0)
+    assert sent.sampling.repetition_penalty == 1.25 and dict(sent.sampling.logit_bias) == {7: -100.0}
+    assert sent.prompt_tokens == 2
 
 
 async def test_an_error_in_mid_stream_ends_it_without_an_end_mark(world: Scene, http: httpx.AsyncClient) -> None:

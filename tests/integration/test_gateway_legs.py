@@ -8,12 +8,13 @@ from collections.abc import AsyncIterator
 import grpc
 import grpc.aio
 import pytest
-from diptych.v1 import gateway_pb2, request_pb2
+from diptych.v1 import decode_pb2, gateway_pb2, prefill_pb2, request_pb2
 from gateway_peers import (
     CONTEXT_TOKENS,
     END,
     LENGTH,
     STOP,
+    PrefillScript,
     Scene,
     decoding,
     endless_decode,
@@ -90,6 +91,82 @@ async def test_legs_get_the_sequence_the_seed_and_the_hand_off(world: Scene) -> 
     assert (sent.sequence.tenant, sent.sequence.priority) == ("t", 3)
     assert decode.hand_off.transfer_id == sent.transfer_id == "transfer-1"
     assert decode.hand_off.sender == world.prefill.ref and decode.worker == world.decode.ref
+
+
+LOGGED = {"sampling": request_pb2.SamplingParams(logprobs=0, prompt_logprobs=0)}
+
+
+def with_logprobs(message: decode_pb2.DecodeResponse, *values: float) -> decode_pb2.DecodeResponse:
+    message.logprobs.extend(request_pb2.TokenLogprobs(logprob=value) for value in values)
+    return message
+
+
+def told_by_prefill(after: asyncio.Event | None = None) -> PrefillScript:
+    """A prefill leg with log-probabilities of the prompt's second token and of the first new one."""
+
+    async def script(request: object, context: object) -> prefill_pb2.PrefillResponse:
+        answer = await prefilling(HELLO[0], after=after)(request, context)
+        answer.logprobs.logprob = -1.0
+        answer.prompt_logprobs.add(logprob=-7.0)
+        return answer
+
+    return script
+
+
+def logprobs_of(messages: list[gateway_pb2.GenerateResponse]) -> list[float]:
+    return [logprobs.logprob for message in messages for logprobs in message.logprobs]
+
+
+def told_of_prompt(messages: list[gateway_pb2.GenerateResponse]) -> list[list[float]]:
+    return [[logprobs.logprob for logprobs in message.prompt_logprobs] for message in messages]
+
+
+async def test_tokens_of_decode_wait_for_what_prefill_alone_can_tell(world: Scene) -> None:
+    """Decode says all it has before prefill answers: without the wait the first token would come without its own."""
+    said = asyncio.Event()
+
+    async def decode(request: object, context: object) -> AsyncIterator[decode_pb2.DecodeResponse]:
+        yield with_logprobs(tokens(0, HELLO[:2]), 0.0, -2.0)
+        yield with_logprobs(tokens(2, HELLO[2:], LENGTH), -3.0, -4.0, -5.0)
+        said.set()
+
+    world.prefill.prefills, world.decode.decodes = [told_by_prefill(after=said)], [decode]
+    messages = await answer(world, ask(max_tokens=5, **LOGGED))
+    assert ids_of(messages) == HELLO
+    assert logprobs_of(messages) == [-1.0, -2.0, -3.0, -4.0, -5.0]
+    assert told_of_prompt(messages) == [[-7.0]] + [[]] * (len(messages) - 1)
+
+
+async def test_a_prefill_leg_that_fails_before_it_has_told_is_placed_again_although_decode_has_tokens(
+    world: Scene,
+) -> None:
+    world.scheduler.pairs = [(world.prefill, world.decode), (None, world.spare)]
+    world.prefill.prefills = [failing_prefill(CODE.UNAVAILABLE, after=world.decode.begun)]
+    world.decode.decodes = [endless_decode(with_logprobs(tokens(0, HELLO[:2]), 0.0, -2.0))]
+    local = with_logprobs(tokens(0, HELLO, LENGTH), -1.0, -2.0, -3.0, -4.0, -5.0)
+    local.begin.prompt_logprobs.add(logprob=-7.0)
+    world.spare.decodes = [decoding(local)]
+    messages = await answer(world, ask(max_tokens=5, **LOGGED))
+    assert ids_of(messages) == HELLO and logprobs_of(messages) == [-1.0, -2.0, -3.0, -4.0, -5.0]
+    assert told_of_prompt(messages)[0] == [-7.0]
+
+
+async def test_after_a_loss_in_the_answer_its_tokens_stay_the_answers_and_the_prompt_is_not_told_again(
+    world: Scene,
+) -> None:
+    world.scheduler.pairs = [(None, world.decode), (None, world.spare)]
+    first = with_logprobs(tokens(0, HELLO[:2]), -1.0, -2.0)
+    first.begin.prompt_logprobs.add(logprob=-7.0)
+    world.decode.decodes = [failing_decode(CODE.UNAVAILABLE, first)]
+    world.spare.decodes = [decoding(with_logprobs(tokens(0, HELLO[2:], LENGTH), -3.0, -4.0, -5.0))]
+    messages = await answer(world, ask(max_tokens=5, **LOGGED))
+    assert ids_of(messages) == HELLO and logprobs_of(messages) == [-1.0, -2.0, -3.0, -4.0, -5.0]
+    assert told_of_prompt(messages) == [[-7.0]] + [[]] * (len(messages) - 1)
+    before, after = world.decode.decode_requests[0].sequence, world.spare.decode_requests[0].sequence
+    assert (before.prompt_tokens, after.prompt_tokens) == (2, 2)
+    assert list(after.token_ids) == [*ids("hi"), *HELLO[:2]]
+    assert before.sampling.HasField("prompt_logprobs") and not after.sampling.HasField("prompt_logprobs")
+    assert after.sampling.HasField("logprobs")
 
 
 async def test_a_local_prefill_has_one_leg_and_says_why(world: Scene) -> None:

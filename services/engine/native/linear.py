@@ -13,12 +13,15 @@ from services.engine.native.memory import Stretch
 FEW_ROWS = 24
 """Up to here the streaming kernel wins: measured, with bf16 weights (`python -m loadtest engine`)."""
 
+_SCRATCH_NUMBERS = 4 << 20
+"""Of the scratch memory. A LM head, say, is widened in several parts."""
+
 
 class Linear:
     """All matrix products of one model. Results and arithmetic are float32.
 
     Products of many rows need both sides in one precision. Where the CPU multiplies bf16 in hardware, x is rounded to
-    the weights' bf16; elsewhere the weights are widened, one matrix at a time, into memory that all of them share.
+    the weights' bf16; elsewhere the weights are widened, a matrix or less at a time, into memory they all share.
     """
 
     def __init__(self, kernels: Kernels, weights: Sequence[torch.Tensor]) -> None:
@@ -50,8 +53,17 @@ class Linear:
         if self._narrow:
             return torch.mm(x.to(weight.dtype), weight.t()).float()
         if self._scratch is None:
-            self._scratch = torch.empty(self._widest)
-        return torch.mm(x, self._scratch[: weight.numel()].view_as(weight).copy_(weight).t())
+            self._scratch = torch.empty(min(self._widest, _SCRATCH_NUMBERS))
+        n, k = weight.shape
+        rows = max(1, len(self._scratch) // k)
+        if n <= rows:
+            return torch.mm(x, self._scratch[: n * k].view(n, k).copy_(weight).t())
+        out = torch.empty((len(x), n))
+        for begin in range(0, n, rows):
+            part = weight[begin : begin + rows]
+            wide = self._scratch[: part.numel()].view_as(part).copy_(part)
+            out[:, begin : begin + rows] = torch.mm(x, wide.t())
+        return out
 
 
 class StreamingLinear(torch.nn.Module):

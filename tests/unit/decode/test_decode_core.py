@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import settings
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvtransfer.blocks import BlockPool
-from services.decode.core import DecodeCore
+from services.decode.core import GROWTH_TOKENS, DecodeCore
 from services.decode.messages import (
     Began,
     Cancel,
@@ -25,8 +26,9 @@ from services.decode.messages import (
     TransferFailed,
 )
 from services.engine.prefix import PrefixCache
-from services.engine.sampling import SamplingSpec
+from services.engine.sampling_spec import History, SamplingSpec, TokenLogprobs
 from services.errors import HandOffLost, NotAdmitted
+from services.worker.work import Computed, Work
 
 BLOCK = 4
 
@@ -82,14 +84,14 @@ class Model:
 
     def step(self, c: DecodeCore, now_s: float = 0.0) -> list[tuple[str, int, int]]:
         work = c.plan(now_s)
-        tokens: list[int | None] = []
+        results: list[Computed] = []
         for item in work:
             s = item.slice
             for position, token in enumerate(s.token_ids, s.start):
                 self.write(c, item.key, s.blocks[position // BLOCK], position % BLOCK, token)
             history = tuple(self.slots[s.blocks[p // BLOCK], p % BLOCK] for p in range(s.end))
-            tokens.append(next_token(history) if s.wants_logits else None)
-        c.complete(work, tokens, now_s)
+            results.append(Computed(token_id=next_token(history) if s.wants_logits else None))
+        c.complete(work, results, now_s)
         c.check()
         return [(item.key, item.slice.start, len(item.slice.token_ids)) for item in work]
 
@@ -301,6 +303,84 @@ def test_cancel_frees_within_a_step_in_every_other_stage() -> None:
         c.apply(Cancel(key), 0.0)
     assert c.load().blocks.free == 4
     assert model.step(c) == []
+
+
+def logged(key: str, tokens: int, **fields: object) -> Submit:
+    """A request that wants all log-probabilities."""
+    sampling = SamplingSpec(logprobs=1, prompt_logprobs=1, presence_penalty=1.0)
+    return replace(request(key, tokens, **fields), sampling=sampling)  # type: ignore[arg-type]
+
+
+def results_of(work: Sequence[Work]) -> list[Computed]:
+    """What an executor gives: the log-probability of the token at position p is -p; the sampled one is 7."""
+    results = []
+    for item in work:
+        last = min(item.slice.end + 1, item.history.prompt_tokens) if item.history else 0
+        following = range(item.slice.start + 1, last) if item.slice.wants_all_logits else ()
+        results.append(
+            Computed(
+                token_id=7 if item.slice.wants_logits else None,
+                logprobs=TokenLogprobs(-float(item.slice.end)) if item.slice.wants_logits else None,
+                prompt_logprobs=tuple(TokenLogprobs(-float(position)) for position in following),
+            )
+        )
+    return results
+
+
+def steps(c: DecodeCore, count: int) -> list[Event]:
+    for _ in range(count):
+        work = c.plan(0.0)
+        c.complete(work, results_of(work), 0.0)
+        c.check()
+    return c.take_events()
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 6, 7, 13])
+def test_logprobs_come_with_their_tokens_and_those_of_a_local_prompt_before_the_first(tokens: int) -> None:
+    c = core()
+    c.apply(logged("a", tokens, max_new_tokens=3), 0.0)
+    events = steps(c, 8)
+    (began,) = [e for e in events if isinstance(e, Began)]
+    assert [logprobs.logprob for logprobs in began.prompt_logprobs] == [-float(p) for p in range(1, tokens)]
+    found = [logprobs for e in events if isinstance(e, Tokens) for logprobs in e.logprobs]
+    assert found == [TokenLogprobs(-float(tokens + i)) for i in range(3)]
+
+
+def test_a_prompt_that_gave_way_half_computed_reports_each_of_its_tokens_once() -> None:
+    c = core(blocks=26, chunk_tokens=1)
+    c.apply(request("old", 4, max_new_tokens=100), 0.0)
+    steps(c, 4 + GROWTH_TOKENS - 14)
+    c.apply(logged("young", 35, max_new_tokens=1), 0.0)
+    steps(c, 10)
+    assert c.load().running == 2
+    steps(c, 10)
+    assert (c.load().running, c.load().waiting) == (1, 1), "old has outgrown its room"
+    events = steps(c, 100)
+    assert next(e.recomputed for e in events if isinstance(e, Finished) and e.key == "young") == 1
+    (began,) = [e for e in events if isinstance(e, Began)]
+    assert [logprobs.logprob for logprobs in began.prompt_logprobs] == [-float(p) for p in range(1, 35)]
+
+
+def test_a_handed_over_request_leaves_its_prompt_and_first_token_to_prefill() -> None:
+    c = core()
+    submit = logged("a", 5, max_new_tokens=3, local=False)
+    assert not submit.wants_prompt_logprobs
+    c.apply(submit, 0.0)
+    steps(c, 1)
+    c.apply(Received(key="a", first_token_id=3, finish=None), 0.0)
+    events = steps(c, 3)
+    assert next(e for e in events if isinstance(e, Began)).prompt_logprobs == ()
+    found = [e.logprobs for e in events if isinstance(e, Tokens)]
+    assert found == [(None,), (TokenLogprobs(-6.0),), (TokenLogprobs(-7.0),)]
+
+
+def test_penalties_see_the_prompt_and_the_answer_apart_also_when_the_answer_began_elsewhere() -> None:
+    c = core()
+    c.apply(replace(logged("a", 5), prompt_tokens=3), 0.0)
+    steps(c, 1)
+    (item,) = c.plan(0.0)
+    assert item.history == History(token_ids=(1, 2, 3, 4, 5, 7), prompt_tokens=3)
+    assert list(item.history.answer) == [4, 5, 7]
 
 
 def test_a_failed_step_ends_its_requests() -> None:

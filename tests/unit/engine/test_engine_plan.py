@@ -33,6 +33,18 @@ def test_logit_rows_are_the_last_rows_of_the_slices_that_want_them() -> None:
     assert result.logit_rows.tolist() == [2, 3, 9]
 
 
+def test_all_rows_of_a_slice_that_wants_all_its_logits_are_logit_rows_in_order() -> None:
+    def whole(tokens: int, wants_logits: bool) -> Slice:
+        return Slice(
+            token_ids=range(tokens), start=0, blocks=[10 + tokens], wants_logits=wants_logits, wants_all_logits=True
+        )
+
+    slices = (whole(3, False), part(1, 5, [1, 2]), whole(2, True), part(2, 0, [7], wants_logits=False), whole(1, True))
+    result = plan(*slices)
+    assert result.logit_rows.tolist() == [0, 1, 2, 3, 4, 5, 8]
+    assert [s.logit_count for s in slices] == [3, 1, 2, 0, 1]
+
+
 def test_chunks_and_single_tokens_are_told_apart_and_keep_their_rows() -> None:
     result = plan(part(3, 2, [6, 5]), part(1, 5, [1, 2]), part(1, 0, [3]))
     (chunk,) = result.chunks

@@ -139,6 +139,17 @@ def test_no_rows_give_no_tokens() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", float("inf")),
+        ("presence_penalty", 2.1),
+        ("presence_penalty", float("nan")),
+        ("frequency_penalty", -2.1),
+        ("logit_bias", ((1, 100.5),)),
+        ("logit_bias", ((-1, 1.0),)),
+        ("logit_bias", tuple((token, 1.0) for token in range(301))),
+        ("logprobs", 21),
+        ("logprobs", -1),
+        ("prompt_logprobs", 21),
         ("temperature", -0.1),
         ("temperature", float("nan")),
         ("temperature", float("inf")),
@@ -151,6 +162,6 @@ def test_no_rows_give_no_tokens() -> None:
         ("seed", 2**64),
     ],
 )
-def test_a_value_out_of_range_names_itself(field: str, value: float) -> None:
+def test_a_value_out_of_range_names_itself(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=field):
         SamplingSpec(**{field: value})

@@ -18,6 +18,7 @@ from services.gateway.request import (
     TextPrompt,
     TokenPrompt,
     check_length,
+    check_prompt_logprobs,
     fit,
     validate,
 )
@@ -43,6 +44,8 @@ def turns(*roles: str) -> ChatPrompt:
         replace(GOOD, prompt=turns("system", "user", "assistant", "user")),
         replace(GOOD, sampling=Sampling(temperature=2.0, top_p=1.0, top_k=0, min_p=0.999, seed=2**64 - 1)),
         replace(GOOD, sampling=Sampling(temperature=0.0, top_p=1e-6, seed=0)),
+        replace(GOOD, sampling=Sampling(repetition_penalty=0.01, presence_penalty=-2.0, frequency_penalty=2.0)),
+        replace(GOOD, sampling=Sampling(logit_bias={0: -100.0, 99: 100.0}, logprobs=20, prompt_logprobs=0)),
         replace(GOOD, stop=["x" * 256] * 16),
         replace(GOOD, deadline_s=0.001),
     ],
@@ -72,6 +75,19 @@ def test_what_is_at_a_limit_is_taken(request_: GenerationRequest) -> None:
         (replace(GOOD, sampling=Sampling(min_p=float("nan"))), "min_p"),
         (replace(GOOD, sampling=Sampling(seed=2**64)), "seed"),
         (replace(GOOD, sampling=Sampling(seed=-1)), "seed"),
+        (replace(GOOD, sampling=Sampling(repetition_penalty=0.0)), "repetition_penalty"),
+        (replace(GOOD, sampling=Sampling(repetition_penalty=float("inf"))), "repetition_penalty"),
+        (replace(GOOD, sampling=Sampling(presence_penalty=2.1)), "presence_penalty"),
+        (replace(GOOD, sampling=Sampling(presence_penalty=float("nan"))), "presence_penalty"),
+        (replace(GOOD, sampling=Sampling(frequency_penalty=-2.1)), "frequency_penalty"),
+        (replace(GOOD, sampling=Sampling(logit_bias={100: 1.0})), "logit_bias"),
+        (replace(GOOD, sampling=Sampling(logit_bias={-1: 1.0})), "logit_bias"),
+        (replace(GOOD, sampling=Sampling(logit_bias={1: 100.1})), "logit_bias"),
+        (replace(GOOD, sampling=Sampling(logit_bias={1: float("nan")})), "logit_bias"),
+        (replace(GOOD, sampling=Sampling(logit_bias=dict.fromkeys(range(301), 1.0))), "logit_bias"),
+        (replace(GOOD, sampling=Sampling(logprobs=21)), "logprobs"),
+        (replace(GOOD, sampling=Sampling(logprobs=-1)), "logprobs"),
+        (replace(GOOD, sampling=Sampling(prompt_logprobs=21)), "prompt_logprobs"),
         (replace(GOOD, max_tokens=-1), "max_tokens"),
         (replace(GOOD, stop=["a", ""]), "stop"),
         (replace(GOOD, stop=["a"] * 17), "stop"),
@@ -115,6 +131,14 @@ def test_what_does_not_fit_is_refused_with_both_numbers_and_the_limit(
     assert raised.value.field == field
 
 
+def test_prompt_logprobs_that_fit_no_message_are_refused() -> None:
+    check_prompt_logprobs(Sampling(), 10**9, max_bytes=100)
+    check_prompt_logprobs(Sampling(prompt_logprobs=2), 10, max_bytes=300)
+    with pytest.raises(InvalidArgument, match="2 for 11 tokens are up to 330 bytes, more than 300") as raised:
+        check_prompt_logprobs(Sampling(prompt_logprobs=2), 11, max_bytes=300)
+    assert raised.value.field == "prompt_logprobs"
+
+
 def test_an_openai_chat_becomes_a_request() -> None:
     raw = b"""{"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 7,
         "temperature": 0, "top_p": 0.5, "top_k": 3, "min_p": 0.1, "seed": -1, "stop": "x", "user": "me", "n": 1,
@@ -150,10 +174,16 @@ def test_a_chat_may_fill_the_context_unless_told() -> None:
     [
         ('"n": 2', "n"),
         ('"n": true', "n"),
-        ('"logprobs": 0', "logprobs"),
+        ('"logprobs": true', "logprobs"),
+        ('"top_logprobs": 1', "top_logprobs"),
+        ('"prompt_logprobs": 1', "prompt_logprobs"),
         ('"echo": true', "echo"),
-        ('"logit_bias": {"1": 2}', "logit_bias"),
-        ('"frequency_penalty": 0.1', "frequency_penalty"),
+        ('"logit_bias": {"one": 2}', "logit_bias"),
+        ('"logit_bias": {"-1": 2}', "logit_bias"),
+        ('"logit_bias": {"99999999999": 2}', "logit_bias"),
+        ('"logit_bias": {"1": "x"}', "logit_bias"),
+        ('"logit_bias": [1]', "logit_bias"),
+        ('"frequency_penalty": "x"', "frequency_penalty"),
         ('"temperature": "hot"', "temperature"),
         ('"temperature": true', "temperature"),
         ('"max_tokens": 0', "max_tokens"),
@@ -168,6 +198,43 @@ def test_openai_fields_are_refused_by_name(more: str, field: str) -> None:
     with pytest.raises(InvalidArgument) as raised:
         parse(CompletionBody, f'{{"model": "m", "prompt": "x", {more}}}'.encode()).to_request()
     assert raised.value.field == field
+
+
+def test_penalties_bias_and_logprobs_become_the_sampling() -> None:
+    more = """"presence_penalty": 1, "frequency_penalty": -0.5, "repetition_penalty": 1.25, "logit_bias": {"7": -100}"""
+    expected = Sampling(
+        temperature=1.0,
+        presence_penalty=1.0,
+        frequency_penalty=-0.5,
+        repetition_penalty=1.25,
+        logit_bias={7: -100.0},
+        logprobs=3,
+    )
+    text = parse(CompletionBody, f'{{"model": "m", "prompt": "x", "logprobs": 3, {more}}}'.encode())
+    assert text.to_request().sampling == expected
+    chat = f'{{"model": "m", "messages": [], "logprobs": true, "top_logprobs": 3, {more}}}'
+    assert parse(ChatBody, chat.encode()).to_request().sampling == expected
+
+
+@pytest.mark.parametrize(
+    ("more", "logprobs"),
+    [
+        ('"logprobs": true', 0),
+        ('"logprobs": true, "top_logprobs": 20', 20),
+        ('"logprobs": false, "top_logprobs": 0', None),
+        ('"logprobs": null', None),
+    ],
+)
+def test_a_chats_logprobs_are_two_fields(more: str, logprobs: int | None) -> None:
+    body = parse(ChatBody, f'{{"model": "m", "messages": [], {more}}}'.encode())
+    assert body.to_request().sampling.logprobs == logprobs
+
+
+@pytest.mark.parametrize("more", ['"top_logprobs": 2', '"logprobs": true, "top_logprobs": 21'])
+def test_alternatives_without_logprobs_or_too_many_are_refused(more: str) -> None:
+    with pytest.raises(InvalidArgument) as raised:
+        parse(ChatBody, f'{{"model": "m", "messages": [], {more}}}'.encode()).to_request()
+    assert raised.value.field == "top_logprobs"
 
 
 def test_contradicting_limits_are_refused() -> None:

@@ -11,10 +11,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvtransfer.blocks import BlockPool
 from services.engine.prefix import PrefixCache
-from services.engine.sampling import SamplingSpec
+from services.engine.sampling_spec import History, SamplingSpec, TokenLogprobs
 from services.errors import Cancelled, HandOffLost, NotAdmitted
 from services.prefill.core import PrefillCore
 from services.prefill.messages import Admitted, Cancel, Event, Failed, FirstToken, Progress, Released, Submit
+from services.worker.work import Computed
 
 BLOCK = 4
 
@@ -40,7 +41,7 @@ def prompt(
 def step(c: PrefillCore, token: int = 7, now_s: float = 1.0) -> tuple[list[tuple[str, int, int]], list[Event]]:
     """One step; returns (key, start, tokens) per slice, and the events."""
     work = c.plan(now_s)
-    c.complete(work, [token if item.slice.wants_logits else None for item in work], now_s)
+    c.complete(work, [Computed(token_id=token if item.slice.wants_logits else None) for item in work], now_s)
     c.check()
     return [(item.key, item.slice.start, len(item.slice.token_ids)) for item in work], c.take_events()
 
@@ -329,7 +330,7 @@ class PrefillMachine(RuleBasedStateMachine):
         if fails == 0:
             self.core.fail(work, RuntimeError("broken"))
         else:
-            self.core.complete(work, [7 if item.slice.wants_logits else None for item in work], 0.0)
+            self.core.complete(work, [Computed(token_id=7 if item.slice.wants_logits else None) for item in work], 0.0)
         self.collect()
 
     @precondition(lambda self: self.submits)
@@ -367,3 +368,68 @@ class PrefillMachine(RuleBasedStateMachine):
 
 PrefillMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestPrefillMachine = PrefillMachine.TestCase
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 5, 100])
+def test_prompt_logprobs_are_gathered_over_the_chunks_and_come_with_the_first_token(chunk_tokens: int) -> None:
+    c = core(chunk_tokens=chunk_tokens)
+    spec = SamplingSpec(prompt_logprobs=0, logprobs=0)
+    submit = Submit(
+        key="a",
+        token_ids=(1, 2, 3, 4, 5, 6, 7, 8, 9),
+        sampling=spec,
+        max_new_tokens=5,
+        stop_token_ids=frozenset(),
+        prompt_tokens=7,  # 8 and 9 were generated before, in a placement that was lost
+    )
+    assert submit.wants_prompt_logprobs and not prompt("b", 1).wants_prompt_logprobs
+    c.apply(submit, 0.0)
+    own = TokenLogprobs(-0.5)
+    while work := c.plan(1.0):
+        (item,) = work
+        assert item.slice.wants_all_logits == (item.slice.start < 6)
+        following = range(item.slice.start + 1, min(item.slice.end + 1, 7)) if item.slice.wants_all_logits else ()
+        c.complete(
+            work,
+            [
+                Computed(
+                    token_id=7 if item.slice.wants_logits else None,
+                    logprobs=own if item.slice.wants_logits else None,
+                    prompt_logprobs=tuple(TokenLogprobs(-float(position)) for position in following),
+                )
+            ],
+            1.0,
+        )
+    (first,) = [e for e in c.take_events() if isinstance(e, FirstToken)]
+    assert first.logprobs == own
+    assert [logprobs.logprob for logprobs in first.prompt_logprobs] == [-1.0, -2.0, -3.0, -4.0, -5.0, -6.0]
+
+
+@pytest.mark.parametrize(("given", "meant"), [(0, 3), (2, 2)])
+def test_penalties_see_the_whole_sequence_and_which_of_it_is_the_prompt(given: int, meant: int) -> None:
+    c = core(chunk_tokens=2)
+    submit = Submit(
+        key="a",
+        token_ids=(1, 2, 3),
+        sampling=SamplingSpec(presence_penalty=1.0),
+        max_new_tokens=5,
+        stop_token_ids=frozenset(),
+        prompt_tokens=given,
+    )
+    c.apply(submit, 0.0)
+    (item,) = c.plan(0.0)
+    assert item.history is None, "nothing is sampled in the first chunk"
+    c.complete([item], [Computed()], 0.0)
+    (item,) = c.plan(0.0)
+    assert item.history == History(token_ids=(1, 2, 3), prompt_tokens=meant)
+
+
+def test_a_prompt_whose_logprobs_are_wanted_is_computed_whole_although_it_is_known() -> None:
+    c = core(chunk_tokens=100)
+    for key, wanted in (("a", None), ("b", 0)):
+        spec = SamplingSpec(prompt_logprobs=wanted)
+        ids = tuple(range(9))
+        c.apply(Submit(key=key, token_ids=ids, sampling=spec, max_new_tokens=1, stop_token_ids=frozenset()), 0.0)
+        assert [(item.slice.start, len(item.slice.token_ids)) for item in c.plan(0.0)] == [(0, 9)]
+        c.complete(c.plan(0.0), [Computed(token_id=7)], 0.0)
+        c.apply(Released(key), 0.0)

@@ -11,8 +11,9 @@ import pytest
 from kvtransfer.blocks import BlockCounts
 from services.engine.plan import Slice
 from services.engine.sampling import SamplingSpec
+from services.errors import DiptychError
 from services.worker.step_thread import StepThread
-from services.worker.work import Load, Work
+from services.worker.work import Computed, Load, Work
 
 
 class CountingCore:
@@ -34,9 +35,9 @@ class CountingCore:
         item = Slice(token_ids=(1,), start=0, blocks=(0,), wants_logits=True)
         return [Work(key=str(self.left), slice=item, sampling=SamplingSpec())] if self.left else []
 
-    def complete(self, work: Sequence[Work], tokens: Sequence[int | None], now_s: float) -> None:
+    def complete(self, work: Sequence[Work], results: Sequence[Computed], now_s: float) -> None:
         self.left -= 1
-        self.events.append(f"token {tokens[0]}")
+        self.events += [f"token {result.token_id}" for result in results]
 
     def fail(self, work: Sequence[Work], error: Exception) -> None:
         self.left = 0
@@ -81,7 +82,9 @@ class Listener:
 async def test_steps_run_on_one_thread_and_each_wakes_the_loop_once() -> None:
     core, listener = CountingCore(), Listener()
     numbers = iter(range(100))
-    thread = StepThread(core, lambda work: [next(numbers)], deliver=listener.deliver, on_crash=listener.crash)
+    thread = StepThread(
+        core, lambda work: [Computed(token_id=next(numbers))], deliver=listener.deliver, on_crash=listener.crash
+    )
     thread.submit(3)
     thread.start()
     assert await listener.until("token 2") == ["took 3", "token 0", "token 1", "token 2"]
@@ -97,10 +100,10 @@ async def test_a_step_that_cannot_be_computed_fails_its_work_and_the_thread_goes
     core, listener = CountingCore(), Listener()
     broken = True
 
-    def execute(work: Sequence[Work]) -> list[int | None]:
+    def execute(work: Sequence[Work]) -> list[Computed]:
         if broken:
             raise ValueError("no such kernel")
-        return [9]
+        return [Computed(token_id=9)]
 
     thread = StepThread(core, execute, deliver=listener.deliver, on_crash=listener.crash)
     thread.start()
@@ -113,9 +116,25 @@ async def test_a_step_that_cannot_be_computed_fails_its_work_and_the_thread_goes
     assert listener.crashes == []
 
 
+async def test_the_part_of_a_step_that_failed_is_failed_and_the_rest_completed() -> None:
+    core, listener = CountingCore(), Listener()
+    results: list[Computed | DiptychError] = [DiptychError("broken logits")]
+    thread = StepThread(core, lambda work: results, deliver=listener.deliver, on_crash=listener.crash)
+    thread.start()
+    thread.submit(1)
+    assert await listener.until("failed: broken logits") == ["took 1", "failed: broken logits"]
+    results[0] = Computed(token_id=5)
+    thread.submit(1)
+    assert (await listener.until("token 5"))[-2:] == ["took 1", "token 5"]
+    await thread.stop(5)
+    assert listener.crashes == []
+
+
 async def test_a_defect_of_the_core_is_reported_instead_of_served() -> None:
     listener = Listener()
-    thread = StepThread(CountingCore(), lambda work: [0], deliver=listener.deliver, on_crash=listener.crash)
+    thread = StepThread(
+        CountingCore(), lambda work: [Computed(token_id=0)], deliver=listener.deliver, on_crash=listener.crash
+    )
     thread.start()
     thread.submit(-1)
     await listener.until("never")
@@ -126,7 +145,11 @@ async def test_a_defect_of_the_core_is_reported_instead_of_served() -> None:
 async def test_an_unusable_core_number_is_a_crash_and_not_a_silent_thread() -> None:
     listener = Listener()
     thread = StepThread(
-        CountingCore(), lambda work: [0], deliver=listener.deliver, on_crash=listener.crash, cores=[1_000]
+        CountingCore(),
+        lambda work: [Computed(token_id=0)],
+        deliver=listener.deliver,
+        on_crash=listener.crash,
+        cores=[1_000],
     )
     thread.start()
     await listener.until("never")
@@ -140,9 +163,9 @@ async def test_the_thread_takes_its_place(nice: int) -> None:
 
     places: list[tuple[set[int], int]] = []
 
-    def execute(work: Sequence[Work]) -> list[int | None]:
+    def execute(work: Sequence[Work]) -> list[Computed]:
         places.append((os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
-        return [0]
+        return [Computed(token_id=0)]
 
     core, listener = CountingCore(), Listener()
     first = min(os.sched_getaffinity(0))

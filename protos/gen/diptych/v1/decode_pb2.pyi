@@ -101,6 +101,7 @@ class DecodeResponse(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     BEGIN_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     offset: _builtins.int
     """Number of generated tokens of this leg before the first one here (0 is the first token, which prefill also reports)."""
     finish_reason: _request_pb2.FinishReason.ValueType
@@ -113,6 +114,12 @@ class DecodeResponse(_message.Message):
     def begin(self) -> Global___DecodeBegin:
         """First message only."""
 
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_request_pb2.TokenLogprobs]:
+        """One for each of token_ids when sampling.logprobs asked for it. That of a first token that was handed over is empty:
+        the prefill leg has told.
+        """
+
     def __init__(
         self,
         *,
@@ -120,10 +127,11 @@ class DecodeResponse(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         begin: Global___DecodeBegin | None = ...,
         finish_reason: _request_pb2.FinishReason.ValueType = ...,
+        logprobs: _abc.Iterable[_request_pb2.TokenLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "finish_reason", b"finish_reason", "offset", b"offset", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "offset", b"offset", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -140,6 +148,7 @@ class DecodeBegin(_message.Message):
     PREFILL_COMPUTE_FIELD_NUMBER: _builtins.int
     PREFILL_CHUNKS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     prefill_chunks: _builtins.int
     """Local prefill: chunks."""
     cached_tokens: _builtins.int
@@ -156,6 +165,10 @@ class DecodeBegin(_message.Message):
     def prefill_compute(self) -> _duration_pb2.Duration:
         """Local prefill: computing."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_request_pb2.TokenLogprobs]:
+        """Local prefill: of the client's prompt from its second token on, when sampling.prompt_logprobs asked for it."""
+
     def __init__(
         self,
         *,
@@ -164,10 +177,11 @@ class DecodeBegin(_message.Message):
         prefill_compute: _duration_pb2.Duration | None = ...,
         prefill_chunks: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
+        prompt_logprobs: _abc.Iterable[_request_pb2.TokenLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prefill_compute", b"prefill_compute", "queue", b"queue", "transfer", b"transfer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "prefill_chunks", b"prefill_chunks", "prefill_compute", b"prefill_compute", "queue", b"queue", "transfer", b"transfer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "prefill_chunks", b"prefill_chunks", "prefill_compute", b"prefill_compute", "prompt_logprobs", b"prompt_logprobs", "queue", b"queue", "transfer", b"transfer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -190,6 +190,8 @@ class GenerateResponse(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     FINISH_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The gateway's id of the request: look for it in logs and traces. First message only."""
     text: _builtins.str
@@ -202,6 +204,14 @@ class GenerateResponse(_message.Message):
     def finish(self) -> Global___Finish:
         """Last message only."""
 
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_request_pb2.TokenLogprobs]:
+        """One for each of token_ids when sampling.logprobs asked for it."""
+
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_request_pb2.TokenLogprobs]:
+        """First message only, when sampling.prompt_logprobs asked for it: one for each token of the prompt from the second on."""
+
     def __init__(
         self,
         *,
@@ -209,10 +219,12 @@ class GenerateResponse(_message.Message):
         text: _builtins.str = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         finish: Global___Finish | None = ...,
+        logprobs: _abc.Iterable[_request_pb2.TokenLogprobs] | None = ...,
+        prompt_logprobs: _abc.Iterable[_request_pb2.TokenLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "request_id", b"request_id", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -27,7 +27,7 @@ from diptych.v1 import worker_pb2 as diptych_dot_v1_dot_worker__pb2
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x64iptych/v1/prefill.proto\x12\ndiptych.v1\x1a\x18\x64iptych/v1/request.proto\x1a\x17\x64iptych/v1/worker.proto\x1a\x1egoogle/protobuf/duration.proto\"\xa7\x01\n\x0ePrefillRequest\x12&\n\x08sequence\x18\x01 \x01(\x0b\x32\x14.diptych.v1.Sequence\x12\x13\n\x0btransfer_id\x18\x02 \x01(\t\x12%\n\x06worker\x18\x03 \x01(\x0b\x32\x15.diptych.v1.WorkerRef\x12\x31\n\x0ehand_off_limit\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xd1\x01\n\x0fPrefillResponse\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12/\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x18.diptych.v1.FinishReason\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12(\n\x05queue\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07\x63ompute\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06\x63hunks\x18\x06 \x01(\r2T\n\x0ePrefillService\x12\x42\n\x07Prefill\x12\x1a.diptych.v1.PrefillRequest\x1a\x1b.diptych.v1.PrefillResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x64iptych/v1/prefill.proto\x12\ndiptych.v1\x1a\x18\x64iptych/v1/request.proto\x1a\x17\x64iptych/v1/worker.proto\x1a\x1egoogle/protobuf/duration.proto\"\xa7\x01\n\x0ePrefillRequest\x12&\n\x08sequence\x18\x01 \x01(\x0b\x32\x14.diptych.v1.Sequence\x12\x13\n\x0btransfer_id\x18\x02 \x01(\t\x12%\n\x06worker\x18\x03 \x01(\x0b\x32\x15.diptych.v1.WorkerRef\x12\x31\n\x0ehand_off_limit\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xb2\x02\n\x0fPrefillResponse\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12/\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x18.diptych.v1.FinishReason\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12(\n\x05queue\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07\x63ompute\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06\x63hunks\x18\x06 \x01(\r\x12+\n\x08logprobs\x18\x07 \x01(\x0b\x32\x19.diptych.v1.TokenLogprobs\x12\x32\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\x19.diptych.v1.TokenLogprobs2T\n\x0ePrefillService\x12\x42\n\x07Prefill\x12\x1a.diptych.v1.PrefillRequest\x1a\x1b.diptych.v1.PrefillResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,7 +37,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PREFILLREQUEST']._serialized_start=124
   _globals['_PREFILLREQUEST']._serialized_end=291
   _globals['_PREFILLRESPONSE']._serialized_start=294
-  _globals['_PREFILLRESPONSE']._serialized_end=503
-  _globals['_PREFILLSERVICE']._serialized_start=505
-  _globals['_PREFILLSERVICE']._serialized_end=589
+  _globals['_PREFILLRESPONSE']._serialized_end=600
+  _globals['_PREFILLSERVICE']._serialized_start=602
+  _globals['_PREFILLSERVICE']._serialized_end=686
 # @@protoc_insertion_point(module_scope)

@@ -3,11 +3,13 @@
 isort:skip_file
 Computes prompts."""
 
+from collections import abc as _abc
 from diptych.v1 import request_pb2 as _request_pb2
 from diptych.v1 import worker_pb2 as _worker_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -71,6 +73,8 @@ class PrefillResponse(_message.Message):
     QUEUE_FIELD_NUMBER: _builtins.int
     COMPUTE_FIELD_NUMBER: _builtins.int
     CHUNKS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     """The token."""
     finish_reason: _request_pb2.FinishReason.ValueType
@@ -87,6 +91,14 @@ class PrefillResponse(_message.Message):
     def compute(self) -> _duration_pb2.Duration:
         """Computing."""
 
+    @_builtins.property
+    def logprobs(self) -> _request_pb2.TokenLogprobs:
+        """Of the token, when sampling.logprobs asked for it."""
+
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_request_pb2.TokenLogprobs]:
+        """Of the client's prompt from its second token on, when sampling.prompt_logprobs asked for it."""
+
     def __init__(
         self,
         *,
@@ -96,10 +108,12 @@ class PrefillResponse(_message.Message):
         queue: _duration_pb2.Duration | None = ...,
         compute: _duration_pb2.Duration | None = ...,
         chunks: _builtins.int = ...,
+        logprobs: _request_pb2.TokenLogprobs | None = ...,
+        prompt_logprobs: _abc.Iterable[_request_pb2.TokenLogprobs] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["compute", b"compute", "queue", b"queue"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["compute", b"compute", "logprobs", b"logprobs", "queue", b"queue"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "chunks", b"chunks", "compute", b"compute", "finish_reason", b"finish_reason", "queue", b"queue", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "chunks", b"chunks", "compute", b"compute", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "queue", b"queue", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,25 +25,31 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x64iptych/v1/request.proto\x12\ndiptych.v1\x1a\x1egoogle/protobuf/duration.proto\"}\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x01\x88\x01\x01\x42\x08\n\x06_top_pB\x07\n\x05_seed\"p\n\x03Slo\x12\x36\n\x13time_to_first_token\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x31\n\x0etime_per_token\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xb9\x01\n\x0eTransferReport\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\x0e\n\x06pieces\x18\x02 \x01(\r\x12\x11\n\ttransport\x18\x03 \x01(\t\x12+\n\x08\x64uration\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07\x65xposed\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1c\n\x14gigabytes_per_second\x18\x06 \x01(\x01\"\xf9\x03\n\x06Phases\x12+\n\x08tokenize\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12(\n\x05queue\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x30\n\rprefill_queue\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x32\n\x0fprefill_compute\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x16\n\x0eprefill_chunks\x18\x05 \x01(\r\x12,\n\x08transfer\x18\x06 \x01(\x0b\x32\x1a.diptych.v1.TransferReport\x12.\n\x0b\x66irst_token\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x31\n\x0etime_per_token\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12(\n\x05total\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x16\n\x0eprefill_worker\x18\n \x01(\t\x12\x15\n\rdecode_worker\x18\x0b \x01(\t\x12\x1c\n\x14local_prefill_reason\x18\x0c \x01(\t\x12\x12\n\nplacements\x18\r \x01(\r\"\xb1\x01\n\x08Sequence\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12,\n\x08sampling\x18\x03 \x01(\x0b\x32\x1a.diptych.v1.SamplingParams\x12\x16\n\x0emax_new_tokens\x18\x04 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\r\x12\x0e\n\x06tenant\x18\x06 \x01(\t\x12\x10\n\x08priority\x18\x07 \x01(\x05*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x64iptych/v1/request.proto\x12\ndiptych.v1\x1a\x1egoogle/protobuf/duration.proto\"\xb1\x03\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x01\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x02H\x02\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x02\x12=\n\nlogit_bias\x18\t \x03(\x0b\x32).diptych.v1.SamplingParams.LogitBiasEntry\x12\x15\n\x08logprobs\x18\n \x01(\rH\x03\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x0b \x01(\rH\x04\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x08\n\x06_top_pB\x07\n\x05_seedB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"M\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"p\n\x03Slo\x12\x36\n\x13time_to_first_token\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x31\n\x0etime_per_token\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xb9\x01\n\x0eTransferReport\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\x0e\n\x06pieces\x18\x02 \x01(\r\x12\x11\n\ttransport\x18\x03 \x01(\t\x12+\n\x08\x64uration\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07\x65xposed\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1c\n\x14gigabytes_per_second\x18\x06 \x01(\x01\"\xf9\x03\n\x06Phases\x12+\n\x08tokenize\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12(\n\x05queue\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x30\n\rprefill_queue\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x32\n\x0fprefill_compute\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x16\n\x0eprefill_chunks\x18\x05 \x01(\r\x12,\n\x08transfer\x18\x06 \x01(\x0b\x32\x1a.diptych.v1.TransferReport\x12.\n\x0b\x66irst_token\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x31\n\x0etime_per_token\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12(\n\x05total\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x16\n\x0eprefill_worker\x18\n \x01(\t\x12\x15\n\rdecode_worker\x18\x0b \x01(\t\x12\x1c\n\x14local_prefill_reason\x18\x0c \x01(\t\x12\x12\n\nplacements\x18\r \x01(\r\"\xc8\x01\n\x08Sequence\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12,\n\x08sampling\x18\x03 \x01(\x0b\x32\x1a.diptych.v1.SamplingParams\x12\x16\n\x0emax_new_tokens\x18\x04 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\r\x12\x0e\n\x06tenant\x18\x06 \x01(\t\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x15\n\rprompt_tokens\x18\x08 \x01(\r*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'diptych.v1.request_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=1271
-  _globals['_FINISHREASON']._serialized_end=1366
-  _globals['_SAMPLINGPARAMS']._serialized_start=72
-  _globals['_SAMPLINGPARAMS']._serialized_end=197
-  _globals['_SLO']._serialized_start=199
-  _globals['_SLO']._serialized_end=311
-  _globals['_USAGE']._serialized_start=313
-  _globals['_USAGE']._serialized_end=393
-  _globals['_TRANSFERREPORT']._serialized_start=396
-  _globals['_TRANSFERREPORT']._serialized_end=581
-  _globals['_PHASES']._serialized_start=584
-  _globals['_PHASES']._serialized_end=1089
-  _globals['_SEQUENCE']._serialized_start=1092
-  _globals['_SEQUENCE']._serialized_end=1269
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
+  _globals['_FINISHREASON']._serialized_start=1682
+  _globals['_FINISHREASON']._serialized_end=1777
+  _globals['_SAMPLINGPARAMS']._serialized_start=73
+  _globals['_SAMPLINGPARAMS']._serialized_end=506
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=383
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=431
+  _globals['_TOKENLOGPROBS']._serialized_start=508
+  _globals['_TOKENLOGPROBS']._serialized_end=585
+  _globals['_SLO']._serialized_start=587
+  _globals['_SLO']._serialized_end=699
+  _globals['_USAGE']._serialized_start=701
+  _globals['_USAGE']._serialized_end=781
+  _globals['_TRANSFERREPORT']._serialized_start=784
+  _globals['_TRANSFERREPORT']._serialized_end=969
+  _globals['_PHASES']._serialized_start=972
+  _globals['_PHASES']._serialized_end=1477
+  _globals['_SEQUENCE']._serialized_start=1480
+  _globals['_SEQUENCE']._serialized_end=1680
 # @@protoc_insertion_point(module_scope)
