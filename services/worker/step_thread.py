@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from services.worker.work import Execute, Load, StepCore
+from services.worker.work import Execute, Load, StepCore, Work
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +26,7 @@ EventT = TypeVar("EventT")
 class StepThread(Generic[CommandT, EventT]):
     """Runs `core` with `execute` until `stop`. `deliver` is called on the event loop with each step's events.
 
+    `measured` is called on the step thread with each computed step and the seconds that it took, planned and computed.
     An exception out of the core itself (not out of a computation) is a defect: `on_crash` is called on the loop, so
     that the process can end instead of serving with a wrong state.
     """
@@ -37,11 +38,12 @@ class StepThread(Generic[CommandT, EventT]):
         *,
         deliver: Callable[[list[EventT]], None],
         on_crash: Callable[[BaseException], None],
+        measured: Callable[[Sequence[Work], float], None] = lambda work, duration_s: None,
         cores: Sequence[int] = (),
         nice: int = 0,
     ) -> None:
         self._core, self._execute = core, execute
-        self._deliver, self._on_crash = deliver, on_crash
+        self._deliver, self._on_crash, self._measured = deliver, on_crash, measured
         self._cores, self._nice = tuple(cores), nice
         self._commands: queue.SimpleQueue[CommandT | None] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
@@ -97,7 +99,8 @@ class StepThread(Generic[CommandT, EventT]):
 
     def _step(self) -> bool:
         """One step. False when nothing was runnable."""
-        work = self._core.plan(time.monotonic())
+        begin_s = time.monotonic()
+        work = self._core.plan(begin_s)
         if work:
             try:
                 tokens = self._execute(work)
@@ -105,7 +108,9 @@ class StepThread(Generic[CommandT, EventT]):
                 log.error("a step of %d requests failed: %s", len(work), error, exc_info=error)
                 self._core.fail(work, error)
             else:
-                self._core.complete(work, tokens, time.monotonic())
+                end_s = time.monotonic()
+                self._core.complete(work, tokens, end_s)
+                self._measured(work, end_s - begin_s)
         self._load = self._core.load()
         if events := self._core.take_events():
             self._call(self._deliver, events)
