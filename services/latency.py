@@ -72,6 +72,18 @@ class Latency:
     prefill: PrefillFit | None = None
     step: StepFit | None = None
 
+    def mixed_step_s(self, *, tokens: int, squares: int, context_tokens: int, batch: int) -> float | None:
+        """A step with chunks beside decoding rows (see the fits' `step_s`); None until both kinds are known.
+
+        What each kind costs, with one of the constants paid once: the weights are read for all rows together.
+        """
+        if self.prefill is None or self.step is None:
+            return None
+        apart_s = self.prefill.step_s(tokens=tokens, squares=squares) + self.step.step_s(
+            context_tokens=context_tokens, batch=batch
+        )
+        return apart_s - min(self.prefill.a_s, self.step.a_s)
+
 
 def latency_from(fields: object) -> Latency:
     """Reads what `dataclasses.asdict` made of a Latency; None is an empty one. ValueError names what is wrong."""

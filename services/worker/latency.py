@@ -2,7 +2,8 @@
 
 A step with chunks alone (slices of several tokens) is a prefill step, one of single tokens alone a decode step: what
 counts is the shape of the work, not the stage of the request. A mixed step, chunks beside decoding rows, is learned
-from by neither.
+from by neither: the two fits added (`Latency.mixed_step_s`) predict it as well as a fit of its own, and either fit
+would be bent by the other's costs.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ class LatencyModel:
 
     def observe(self, work: Sequence[Work], duration_s: float) -> None:
         """Takes in one computed step and how long it took."""
-        slices = [item.slice for item in work]
-        chunks = [piece for piece in slices if len(piece.token_ids) > 1]
+        chunks = [item.slice for item in work if len(item.slice.token_ids) > 1]
         if not chunks:
-            self._step.learn(step_features(slices), duration_s)
-        elif len(chunks) == len(slices):
-            self._prefill.learn(prefill_features(chunks), duration_s)
+            context = sum([item.slice.start for item in work]) + len(work)
+            self._step.learn((1, context, len(work)), duration_s)
+        elif len(chunks) == len(work):
+            self._prefill.learn(_prefill_features(chunks), duration_s)
         else:
             return
         self.latency = Latency(prefill=self._prefill_fit(), step=self._step_fit())
@@ -61,7 +62,7 @@ class LatencyModel:
         return StepFit(a_s=a_s, b_s=b_s, c_s=c_s, error=known.error, steps=known.rows)
 
 
-def prefill_features(chunks: Iterable[Slice]) -> tuple[int, int, int]:
+def _prefill_features(chunks: Iterable[Slice]) -> tuple[int, int, int]:
     """1, Σ(end − start), Σ(end² − start²)."""
     tokens = squares = 0
     for piece in chunks:
@@ -69,8 +70,3 @@ def prefill_features(chunks: Iterable[Slice]) -> tuple[int, int, int]:
         tokens += length
         squares += length * (2 * piece.start + length)
     return 1, tokens, squares
-
-
-def step_features(singles: Sequence[Slice]) -> tuple[int, int, int]:
-    """1, Σcontext, batch."""
-    return 1, sum(piece.start for piece in singles) + len(singles), len(singles)

@@ -21,6 +21,7 @@ LEARNED_ROWS = 4
 JUDGED_ROWS = 8
 """… and rows judged before it is ready."""
 _RECENT_ROWS = 64  # that the error is the median of
+_ROUNDING = 1e-13
 _ZERO: Vector = (0.0, 0.0, 0.0)
 
 
@@ -72,20 +73,20 @@ class Regression:
         self.rows += 1
         x = (features[0] / self._scales[0], features[1] / self._scales[1], features[2] / self._scales[2])
         if self.rows > LEARNED_ROWS:
-            measured = measured_s / self._unit_s
-            self._errors.append(abs(_dot(x, self._theta) - measured) / measured)
-            self._update(x, measured)
+            measured, predicted = measured_s / self._unit_s, _dot(x, self._theta)
+            self._errors.append(abs(predicted - measured) / measured)
+            self._update(x, measured, predicted)
             return
         self._first.append((x, measured_s))
         if self.rows == LEARNED_ROWS:  # a median: a process is slow at whatever it does for the first time
             self._unit_s = median(first_s for _, first_s in self._first)
             for first_x, first_s in self._first:
-                self._update(first_x, first_s / self._unit_s)
+                self._update(first_x, first_s / self._unit_s, 1.0)
             self._first.clear()
 
-    def _update(self, x: Vector, measured: float) -> None:
+    def _update(self, x: Vector, measured: float, predicted: float) -> None:
         # Half the prediction is the least that a row is divided by: one absurdly short time would outweigh all others.
-        weight = 1.0 / max(measured, _dot(x, self._theta) / 2)
+        weight = 1.0 / max(measured, predicted / 2)
         x = (x[0] * weight, x[1] * weight, x[2] * weight)
         seen = _times(self._information, x)
         kept = _plus_square(self._information, -FORGET / _dot(x, seen), seen)
@@ -138,9 +139,12 @@ def _plus_square(m: Matrix, factor: float, v: Vector) -> Matrix:
 
 
 def _inverse(m: Matrix) -> Matrix:
-    """By cofactors; `m` is positive definite."""
+    """Of a positive definite `m`, by L·D·Lᵀ; its pivots stay above rounding, so there is one whatever was measured."""
     (m00, m01, m02), (_, m11, m12), (_, _, m22) = m
-    c00, c01, c02 = m11 * m22 - m12 * m12, m02 * m12 - m01 * m22, m01 * m12 - m02 * m11
-    d = 1.0 / (m00 * c00 + m01 * c01 + m02 * c02)
-    i01, i02, i12 = c01 * d, c02 * d, (m01 * m02 - m00 * m12) * d
-    return (c00 * d, i01, i02), (i01, (m00 * m22 - m02 * m02) * d, i12), (i02, i12, (m00 * m11 - m01 * m01) * d)
+    a, b = m01 / m00, m02 / m00
+    d1 = max(m11 - a * m01, _ROUNDING * m11)
+    c = (m12 - a * m02) / d1
+    d2 = max(m22 - b * m02 - c * c * d1, _ROUNDING * m22)
+    b = a * c - b  # L⁻¹ is (1, 0, 0), (−a, 1, 0), (b, −c, 1)
+    i01, i02, i12 = -a / d1 - b * c / d2, b / d2, -c / d2
+    return (1 / m00 + a * a / d1 + b * b / d2, i01, i02), (i01, 1 / d1 + c * c / d2, i12), (i02, i12, 1 / d2)

@@ -78,6 +78,14 @@ def test_a_mixed_step_teaches_neither() -> None:
     assert model.latency == before
 
 
+def test_a_mixed_step_is_both_kinds_with_one_constant() -> None:
+    mixed = {"tokens": 200, "squares": 40_000, "context_tokens": 900, "batch": 3}
+    both_s = PREFILL.step_s(tokens=200, squares=40_000) + STEP.step_s(context_tokens=900, batch=3)
+    assert Latency(prefill=PREFILL, step=STEP).mixed_step_s(**mixed) == pytest.approx(both_s - 0.02)
+    assert Latency(prefill=PREFILL).mixed_step_s(**mixed) is None
+    assert Latency(step=STEP).mixed_step_s(**mixed) is None
+
+
 def test_a_value_that_was_read_never_changes() -> None:
     model = taught()
     read, copy = model.latency, latency_from(json.loads(json.dumps(asdict(model.latency))))

@@ -10,7 +10,7 @@ from statistics import median
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from services.worker.regression import JUDGED_ROWS, LEARNED_ROWS, Matrix, Regression, Vector, nonnegative
@@ -154,15 +154,15 @@ def test_the_error_is_that_of_predictions_made_before() -> None:
 
 rows_and_times = st.lists(
     st.tuples(
-        st.integers(1, 256).flatmap(
-            lambda batch: st.tuples(st.just(1), st.integers(batch, 8_000 * batch), st.just(batch))
-        ),
+        st.builds(lambda batch, context: (1, batch * context, batch), st.integers(1, 256), st.integers(1, 8_000)),
         st.floats(1e-6, 1e3),
     ),
     max_size=80,
 )
 
 
+@settings(max_examples=60, deadline=None)
+@example([((1, 1, 1), duration_s) for duration_s in (1e-5, 1.0, 69.0, 69.0)])  # one row weighs 10¹³ times the others
 @given(rows_and_times)
 def test_whatever_was_measured_coefficients_are_finite_and_not_negative(measured: list[tuple[Row, float]]) -> None:
     fit = regression()
@@ -175,6 +175,7 @@ def test_whatever_was_measured_coefficients_are_finite_and_not_negative(measured
         assert time_s(measured[-1][0], fit.coefficients) < 1e4 * longest_s
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.tuples(*[st.floats(1e-6, 1.0)] * 3), st.integers(0, 1_000), st.sampled_from([1e-3, 1.0, 1e3]))
 def test_any_true_costs_are_found_in_any_unit(truth: Vector, seed: int, unit: float) -> None:
     fit = regression()
@@ -184,6 +185,7 @@ def test_any_true_costs_are_found_in_any_unit(truth: Vector, seed: int, unit: fl
         assert time_s(row, fit.coefficients) == pytest.approx(time_s(row, scaled), rel=0.03)
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(*[st.floats(-2, 2)] * 3), min_size=3, max_size=6), st.tuples(*[st.floats(-3, 3)] * 3))
 def test_the_nearest_point_without_negatives_is_the_nearest(rows: list[Vector], centre: Vector) -> None:
     """The oracle follows the gradient, projected onto what is allowed, until it stands still."""
@@ -192,7 +194,7 @@ def test_the_nearest_point_without_negatives_is_the_nearest(rows: list[Vector], 
     found = np.array(nonnegative(centre, information))
     assert found.min() >= 0
     theta, rate = np.zeros(3), 1 / np.linalg.eigvalsh(matrix)[-1]
-    for _ in range(5_000):
+    for _ in range(2_000):
         theta = np.maximum(0, theta - rate * (matrix @ (theta - np.array(centre))))
 
     def cost(point: np.ndarray) -> float:
