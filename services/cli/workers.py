@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import click
 from diptych.v1 import scheduler_pb2, scheduler_pb2_grpc, worker_pb2
@@ -10,9 +11,13 @@ from rich.table import Table
 
 from services.cli.calls import channel_to
 from services.cli.tables import table_console
-from services.rpc.convert import to_seconds
+from services.rpc.convert import latency_of, to_seconds
 
 LIMIT_S = 10.0
+# What the latency is shown for: a prompt, and a step of its request alone.
+SHOWN_TOKENS = 1_000
+
+Value = str | int | float | None | dict[str, float]
 
 
 @click.command()
@@ -31,9 +36,13 @@ def workers(scheduler: str, as_json: bool) -> None:
     click.echo(f"{listed.queued_requests} requests queued")
 
 
-def worker_values(view: worker_pb2.WorkerView) -> dict[str, str | int | float]:
-    """Plain values of one worker; blocks and tokens are counts, the age is in seconds."""
-    blocks = view.blocks
+def worker_values(view: worker_pb2.WorkerView) -> dict[str, Value]:
+    """Plain values of one worker; blocks and tokens are counts, the age is in seconds.
+
+    `prefill_fit` and `step_fit` are fields of services.latency, None while the worker does not know yet.
+    """
+    blocks, latency = view.blocks, latency_of(view)
+    prefill, step = latency.prefill, latency.step
     return {
         "name": view.ref.name,
         "role": _word(worker_pb2.Role.Name(view.role)),
@@ -53,21 +62,36 @@ def worker_values(view: worker_pb2.WorkerView) -> dict[str, str | int | float]:
         "running": view.running,
         "waiting": view.waiting,
         "heartbeat_age_s": to_seconds(view.heartbeat_age),
+        "prefill_fit": None if prefill is None else asdict(prefill),
+        "prefill_1000_tokens_ms": None if prefill is None else prefill.prompt_s(SHOWN_TOKENS) * 1e3,
+        "step_fit": None if step is None else asdict(step),
+        "step_batch_1_ms": None if step is None else step.step_s(context_tokens=SHOWN_TOKENS, batch=1) * 1e3,
     }
 
 
-def _table(rows: list[dict[str, str | int | float]]) -> Table:
+def _table(rows: list[dict[str, Value]]) -> Table:
     shown = ("name", "role", "state", "address", "incarnation", "running", "waiting", "queued_tokens")
     table = Table()
     for name in shown:
         table.add_column(name.replace("_", " "))
-    for name in ("blocks free", "cached", "held", "leased", "heartbeat"):
+    for name in ("blocks free", "cached", "held", "leased", "heartbeat", "prefill 1,000", "step"):
         table.add_column(name, justify="right")
     for row in rows:
         free = f"{row['blocks_free']}/{row['blocks_total']}"
         counts = (str(row[f"blocks_{name}"]) for name in ("cached", "held", "leased"))
-        table.add_row(*(str(row[name]) for name in shown), free, *counts, f"{row['heartbeat_age_s']:.1f} s ago")
+        speed = (
+            _predicted(row, "prefill_1000_tokens_ms", "prefill_fit"),
+            _predicted(row, "step_batch_1_ms", "step_fit"),
+        )
+        heartbeat = f"{row['heartbeat_age_s']:.1f} s ago"
+        table.add_row(*(str(row[name]) for name in shown), free, *counts, heartbeat, *speed)
     return table
+
+
+def _predicted(row: dict[str, Value], time_ms: str, fit: str) -> str:
+    """A predicted time and its error; a dash while the worker does not know yet."""
+    known = row[fit]
+    return f"{row[time_ms]:.1f} ms ± {known['error']:.0%}" if isinstance(known, dict) else "–"
 
 
 def _word(enum_name: str) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Literal, get_args
+
+from services.latency import Latency, latency_from
 
 Role = Literal["prefill", "decode"]
 State = Literal["starting", "ready", "draining"]
@@ -40,6 +42,7 @@ class WorkerRecord:
     queued_tokens: int = 0  # prompt tokens accepted and not computed yet
     running: int = 0  # requests
     waiting: int = 0  # requests
+    latency: Latency = field(default_factory=Latency)  # what it has learned about its own speed
 
     @property
     def capacity_tokens(self) -> int:
@@ -80,6 +83,7 @@ def from_json(text: str) -> WorkerRecord:
         queued_tokens=_count(fields, "queued_tokens"),
         running=_count(fields, "running"),
         waiting=_count(fields, "waiting"),
+        latency=latency_from(fields.get("latency")),
     )
 
 

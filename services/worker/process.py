@@ -29,6 +29,7 @@ from services.engine.errors import EngineError
 from services.engine.prefix import PrefixCache
 from services.engine.runner import open_runner
 from services.errors import StartError
+from services.latency import Latency
 from services.process import keep_to_cores, parse_cores
 from services.rpc.channels import Channels
 from services.rpc.server import RpcServer
@@ -36,8 +37,9 @@ from services.telemetry import tracing
 from services.telemetry.context import set_up_logging
 from services.worker.executor import Executor
 from services.worker.identity import Identity
+from services.worker.latency import LatencyModel
 from services.worker.step_thread import StepThread
-from services.worker.work import StepCore
+from services.worker.work import Load, StepCore
 
 log = logging.getLogger(__name__)
 
@@ -108,12 +110,14 @@ async def serve(
         parts, executor = await _equip(config, identity, stack)
         keep_to_cores(other_cores)
         part = assemble(parts)
+        latency = LatencyModel(chunk_tokens=config.chunk_tokens)
         crash: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         thread = StepThread(
             part.core,
             executor,
             deliver=part.deliver,
             on_crash=crash.set_exception,
+            measured=latency.observe,
             cores=step_cores,
             nice=nice,
         )
@@ -127,7 +131,7 @@ async def serve(
         stack.push_async_callback(rpc.stop, 0.0)
 
         def record() -> WorkerRecord:
-            return _record(parts, role, thread)
+            return _record(parts, role, thread.load, latency.latency)
 
         registration = Registration(store, record)
         await registration.start()
@@ -190,8 +194,7 @@ async def _equip(config: WorkerConfig, identity: Identity, stack: contextlib.Asy
     return parts, Executor(runner)
 
 
-def _record(parts: Parts, role: Role, thread: StepThread[CommandT, EventT]) -> WorkerRecord:
-    load_now = thread.load
+def _record(parts: Parts, role: Role, load_now: Load, latency: Latency) -> WorkerRecord:
     blocks = load_now.blocks
     state: State = "draining" if parts.identity.draining else "ready"
     return WorkerRecord(
@@ -215,6 +218,7 @@ def _record(parts: Parts, role: Role, thread: StepThread[CommandT, EventT]) -> W
         queued_tokens=load_now.queued_tokens,
         running=load_now.running,
         waiting=load_now.waiting,
+        latency=latency,
     )
 
 

@@ -27,6 +27,7 @@ EventT = TypeVar("EventT")
 class StepThread(Generic[CommandT, EventT]):
     """Runs `core` with `execute` until `stop`. `deliver` is called on the event loop with each step's events.
 
+    `measured` is called on the step thread with each computed step and the seconds that it took, planned and computed.
     An exception out of the core itself (not out of a computation) is a defect: `on_crash` is called on the loop, so
     that the process can end instead of serving with a wrong state.
     """
@@ -38,11 +39,12 @@ class StepThread(Generic[CommandT, EventT]):
         *,
         deliver: Callable[[list[EventT]], None],
         on_crash: Callable[[BaseException], None],
+        measured: Callable[[Sequence[Work], float], None] = lambda work, duration_s: None,
         cores: Sequence[int] = (),
         nice: int = 0,
     ) -> None:
         self._core, self._execute = core, execute
-        self._deliver, self._on_crash = deliver, on_crash
+        self._deliver, self._on_crash, self._measured = deliver, on_crash, measured
         self._cores, self._nice = tuple(cores), nice
         self._commands: queue.SimpleQueue[CommandT | None] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
@@ -98,7 +100,8 @@ class StepThread(Generic[CommandT, EventT]):
 
     def _step(self) -> bool:
         """One step. False when nothing was runnable."""
-        work = self._core.plan(time.monotonic())
+        begin_s = time.monotonic()
+        work = self._core.plan(begin_s)
         if work:
             try:
                 results = self._execute(work)
@@ -106,14 +109,16 @@ class StepThread(Generic[CommandT, EventT]):
                 log.error("a step of %d requests failed: %s", len(work), error, exc_info=error)
                 self._core.fail(work, error)
             else:
-                self._complete(work, results)
+                end_s = time.monotonic()
+                if self._complete(work, results, end_s):
+                    self._measured(work, end_s - begin_s)
         self._load = self._core.load()
         if events := self._core.take_events():
             self._call(self._deliver, events)
         return bool(work)
 
-    def _complete(self, work: Sequence[Work], results: Sequence[Computed | DiptychError]) -> None:
-        """Gives the core a computed step: first what failed of it, then the rest."""
+    def _complete(self, work: Sequence[Work], results: Sequence[Computed | DiptychError], now_s: float) -> bool:
+        """Gives the core a computed step: first what failed of it, then the rest. Says whether nothing failed."""
         good: list[Work] = []
         computed: list[Computed] = []
         for item, result in zip(work, results, strict=True):
@@ -124,7 +129,8 @@ class StepThread(Generic[CommandT, EventT]):
                 good.append(item)
                 computed.append(result)
         if good:
-            self._core.complete(good, computed, time.monotonic())
+            self._core.complete(good, computed, now_s)
+        return len(good) == len(work)
 
     def _call(self, function: Callable[[EventT2], None], argument: EventT2) -> None:
         try:

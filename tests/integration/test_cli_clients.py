@@ -209,17 +209,30 @@ def test_workers_are_listed_for_people_and_for_programs(mesh: Mesh) -> None:
             state=worker_pb2.WORKER_STATE_READY,
             blocks=worker_pb2.BlockCounts(total=100, free=97, held=2, leased=1, cached=33),
             heartbeat_age=to_duration(0.5),
+            prefill_fit=worker_pb2.PrefillFit(a_s=0.01, b_s=1e-3, c_s=1e-7, chunk_tokens=256, error=0.0625, steps=40),
         )
     ]
     shown = run("workers", "--scheduler", mesh.address)
     assert all(
-        word in shown.stdout for word in ("decode-0", "ready", "0123456789abcdef", "97/100", "4 requests queued")
+        word in shown.stdout
+        for word in ("decode-0", "ready", "0123456789abcdef", "97/100", "1140.0 ms ± 6%", "4 requests queued")
     )
     listed = json.loads(run("workers", "--scheduler", mesh.address, "--json").stdout)
     assert listed["queued_requests"] == 4
     (worker,) = listed["workers"]
     assert (worker["role"], worker["state"], worker["heartbeat_age_s"]) == ("decode", "ready", 0.5)
     assert (worker["blocks_held"], worker["blocks_cached"]) == (2, 33)
+    # 4 chunks of at most 256 tokens, 1,000 tokens, 1,000 tokens squared
+    assert worker["prefill_1000_tokens_ms"] == pytest.approx(4 * 10 + 1_000 + 100)
+    assert worker["prefill_fit"] == {
+        "a_s": 0.01,
+        "b_s": 1e-3,
+        "c_s": 1e-7,
+        "chunk_tokens": 256,
+        "error": 0.0625,
+        "steps": 40,
+    }
+    assert (worker["step_fit"], worker["step_batch_1_ms"]) == (None, None)
 
 
 def test_the_probe_knows_serving_from_not_serving_from_nobody(mesh: Mesh) -> None:

@@ -21,6 +21,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from services.cluster.embedded import EmbeddedRedis
 from services.cluster.membership import BlockCounts, Registration, WorkerRecord
 from services.cluster.store import Store
+from services.latency import Latency, PrefillFit
+from services.rpc.convert import latency_of
 from services.rpc.errors import RETRY_AFTER_KEY
 from services.scheduler import placer as placer_module
 from services.scheduler.config import SchedulerConfig
@@ -467,7 +469,8 @@ async def test_a_redis_that_hangs_delays_a_request_but_does_not_hold_it(
 
 
 async def test_list_workers_tells_everything(mesh: Mesh) -> None:
-    record = await mesh.worker("prefill-0", queued_tokens=9, waiting=2, state="draining")
+    latency = Latency(prefill=PrefillFit(a_s=0.01, b_s=1e-3, c_s=1e-7, chunk_tokens=256, error=0.05, steps=40))
+    record = await mesh.worker("prefill-0", queued_tokens=9, waiting=2, state="draining", latency=latency)
     await mesh.worker("decode-0")
     scheduler = await mesh.scheduler()
     await scheduler.until_workers(2)
@@ -478,6 +481,7 @@ async def test_list_workers_tells_everything(mesh: Mesh) -> None:
     assert (prefill.queued_tokens, prefill.running, prefill.waiting) == (9, 1, 2)
     assert prefill.blocks.total == prefill.blocks.free == TOKENS // 16
     assert prefill.heartbeat_age.ToMilliseconds() < 3000
+    assert (latency_of(prefill), latency_of(decode)) == (latency, Latency())
 
 
 @pytest.fixture

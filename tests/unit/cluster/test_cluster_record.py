@@ -9,6 +9,7 @@ import pytest
 from services.cluster.record import BlockCounts, WorkerRecord, from_json
 from services.cluster.store import Store, hide_password, strings
 from services.errors import StartError
+from services.latency import Latency, PrefillFit, StepFit
 
 RECORD = WorkerRecord(
     name="decode-0",
@@ -24,6 +25,10 @@ RECORD = WorkerRecord(
     queued_tokens=7,
     running=2,
     waiting=1,
+    latency=Latency(
+        prefill=PrefillFit(a_s=0.01, b_s=1e-3, c_s=0.0, chunk_tokens=256, error=0.1, steps=12),
+        step=StepFit(a_s=0.02, b_s=1e-6, c_s=1e-3, error=0.05, steps=300),
+    ),
 )
 
 
@@ -37,6 +42,12 @@ def test_fields_of_a_later_version_are_passed_over() -> None:
     assert from_json(json.dumps(fields)) == RECORD
 
 
+def test_a_worker_that_says_nothing_about_its_speed_is_one_that_does_not_know_it() -> None:
+    fields = json.loads(RECORD.to_json())
+    del fields["latency"]
+    assert from_json(json.dumps(fields)).latency == Latency()
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -48,6 +59,8 @@ def test_fields_of_a_later_version_are_passed_over() -> None:
         ("running", -1),
         ("running", True),
         ("context_tokens", "many"),
+        ("latency", "fast"),
+        ("latency", {"step": {"a_s": 1.0}}),
     ],
 )
 def test_a_record_that_is_none_is_refused(field: str, value: object) -> None:

@@ -96,6 +96,33 @@ async def test_steps_run_on_one_thread_and_each_wakes_the_loop_once() -> None:
     assert thread.load.queued_tokens == 0
 
 
+async def test_each_computed_step_is_measured_and_a_failed_one_is_not() -> None:
+    core, listener = CountingCore(), Listener()
+    outcomes: list[int | None] = [4, None, 5]
+    measured: list[tuple[str, float]] = []
+
+    def execute(work: Sequence[Work]) -> list[Computed]:
+        if (outcome := outcomes.pop(0)) is None:
+            raise ValueError("no such kernel")
+        return [Computed(token_id=outcome)]
+
+    thread = StepThread(
+        core,
+        execute,
+        deliver=listener.deliver,
+        on_crash=listener.crash,
+        measured=lambda work, duration_s: measured.append((work[0].key, duration_s)),
+    )
+    thread.start()
+    thread.submit(2)
+    assert "failed: no such kernel" in await listener.until("failed: no such kernel")
+    thread.submit(1)
+    await listener.until("token 5")
+    await thread.stop(5)
+    assert [key for key, _ in measured] == ["2", "1"]
+    assert all(0 <= duration_s < 5 for _, duration_s in measured)
+
+
 async def test_a_step_that_cannot_be_computed_fails_its_work_and_the_thread_goes_on() -> None:
     core, listener = CountingCore(), Listener()
     broken = True

@@ -25,23 +25,27 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x64iptych/v1/worker.proto\x12\ndiptych.v1\x1a\x1egoogle/protobuf/duration.proto\"?\n\tWorkerRef\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\"i\n\x0b\x42lockCounts\x12\r\n\x05total\x18\x01 \x01(\r\x12\x0c\n\x04\x66ree\x18\x02 \x01(\r\x12\x0c\n\x04held\x18\x03 \x01(\r\x12\x0e\n\x06leased\x18\x04 \x01(\r\x12\x0f\n\x07swapped\x18\x05 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x06 \x01(\r\"\xc9\x02\n\nWorkerView\x12\"\n\x03ref\x18\x01 \x01(\x0b\x32\x15.diptych.v1.WorkerRef\x12\x1e\n\x04role\x18\x02 \x01(\x0e\x32\x10.diptych.v1.Role\x12&\n\x05state\x18\x03 \x01(\x0e\x32\x17.diptych.v1.WorkerState\x12\r\n\x05model\x18\x04 \x01(\t\x12\x16\n\x0e\x63ontext_tokens\x18\x05 \x01(\r\x12\'\n\x06\x62locks\x18\x06 \x01(\x0b\x32\x17.diptych.v1.BlockCounts\x12\x14\n\x0c\x62lock_tokens\x18\x07 \x01(\r\x12\x15\n\rqueued_tokens\x18\x08 \x01(\r\x12\x0f\n\x07running\x18\t \x01(\r\x12\x0f\n\x07waiting\x18\n \x01(\r\x12\x30\n\rheartbeat_age\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\"\xc0\x01\n\x08KvLayout\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x0e\n\x06layers\x18\x03 \x01(\r\x12\x10\n\x08kv_heads\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12\x14\n\x0c\x62lock_tokens\x18\x06 \x01(\r\x12\x13\n\x0blayer_begin\x18\x07 \x01(\r\x12\x11\n\tlayer_end\x18\x08 \x01(\r\x12\x12\n\nhead_begin\x18\t \x01(\r\x12\x10\n\x08head_end\x18\n \x01(\r*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02*y\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15WORKER_STATE_STARTING\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x64iptych/v1/worker.proto\x12\ndiptych.v1\x1a\x1egoogle/protobuf/duration.proto\"?\n\tWorkerRef\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\"i\n\x0b\x42lockCounts\x12\r\n\x05total\x18\x01 \x01(\r\x12\x0c\n\x04\x66ree\x18\x02 \x01(\r\x12\x0c\n\x04held\x18\x03 \x01(\r\x12\x0e\n\x06leased\x18\x04 \x01(\r\x12\x0f\n\x07swapped\x18\x05 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x06 \x01(\r\"g\n\nPrefillFit\x12\x0b\n\x03\x61_s\x18\x01 \x01(\x01\x12\x0b\n\x03\x62_s\x18\x02 \x01(\x01\x12\x0b\n\x03\x63_s\x18\x03 \x01(\x01\x12\x14\n\x0c\x63hunk_tokens\x18\x04 \x01(\r\x12\r\n\x05\x65rror\x18\x05 \x01(\x01\x12\r\n\x05steps\x18\x06 \x01(\x04\"N\n\x07StepFit\x12\x0b\n\x03\x61_s\x18\x01 \x01(\x01\x12\x0b\n\x03\x62_s\x18\x02 \x01(\x01\x12\x0b\n\x03\x63_s\x18\x03 \x01(\x01\x12\r\n\x05\x65rror\x18\x04 \x01(\x01\x12\r\n\x05steps\x18\x05 \x01(\x04\"\x9d\x03\n\nWorkerView\x12\"\n\x03ref\x18\x01 \x01(\x0b\x32\x15.diptych.v1.WorkerRef\x12\x1e\n\x04role\x18\x02 \x01(\x0e\x32\x10.diptych.v1.Role\x12&\n\x05state\x18\x03 \x01(\x0e\x32\x17.diptych.v1.WorkerState\x12\r\n\x05model\x18\x04 \x01(\t\x12\x16\n\x0e\x63ontext_tokens\x18\x05 \x01(\r\x12\'\n\x06\x62locks\x18\x06 \x01(\x0b\x32\x17.diptych.v1.BlockCounts\x12\x14\n\x0c\x62lock_tokens\x18\x07 \x01(\r\x12\x15\n\rqueued_tokens\x18\x08 \x01(\r\x12\x0f\n\x07running\x18\t \x01(\r\x12\x0f\n\x07waiting\x18\n \x01(\r\x12\x30\n\rheartbeat_age\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\x12+\n\x0bprefill_fit\x18\x0c \x01(\x0b\x32\x16.diptych.v1.PrefillFit\x12%\n\x08step_fit\x18\r \x01(\x0b\x32\x13.diptych.v1.StepFit\"\xc0\x01\n\x08KvLayout\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x0e\n\x06layers\x18\x03 \x01(\r\x12\x10\n\x08kv_heads\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12\x14\n\x0c\x62lock_tokens\x18\x06 \x01(\r\x12\x13\n\x0blayer_begin\x18\x07 \x01(\r\x12\x11\n\tlayer_end\x18\x08 \x01(\r\x12\x12\n\nhead_begin\x18\t \x01(\r\x12\x10\n\x08head_end\x18\n \x01(\r*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02*y\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15WORKER_STATE_STARTING\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'diptych.v1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLE']._serialized_start=770
-  _globals['_ROLE']._serialized_end=833
-  _globals['_WORKERSTATE']._serialized_start=835
-  _globals['_WORKERSTATE']._serialized_end=956
+  _globals['_ROLE']._serialized_start=1039
+  _globals['_ROLE']._serialized_end=1102
+  _globals['_WORKERSTATE']._serialized_start=1104
+  _globals['_WORKERSTATE']._serialized_end=1225
   _globals['_WORKERREF']._serialized_start=71
   _globals['_WORKERREF']._serialized_end=134
   _globals['_BLOCKCOUNTS']._serialized_start=136
   _globals['_BLOCKCOUNTS']._serialized_end=241
-  _globals['_WORKERVIEW']._serialized_start=244
-  _globals['_WORKERVIEW']._serialized_end=573
-  _globals['_KVLAYOUT']._serialized_start=576
-  _globals['_KVLAYOUT']._serialized_end=768
+  _globals['_PREFILLFIT']._serialized_start=243
+  _globals['_PREFILLFIT']._serialized_end=346
+  _globals['_STEPFIT']._serialized_start=348
+  _globals['_STEPFIT']._serialized_end=426
+  _globals['_WORKERVIEW']._serialized_start=429
+  _globals['_WORKERVIEW']._serialized_end=842
+  _globals['_KVLAYOUT']._serialized_start=845
+  _globals['_KVLAYOUT']._serialized_end=1037
 # @@protoc_insertion_point(module_scope)

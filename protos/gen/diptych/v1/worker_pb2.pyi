@@ -145,6 +145,91 @@ class BlockCounts(_message.Message):
 Global___BlockCounts: _TypeAlias = BlockCounts  # noqa: Y015
 
 @_typing.final
+class PrefillFit(_message.Message):
+    """How long a worker's steps that compute prompts take, fitted to recent ones:
+    a_s + b_s * sum(end - start) + c_s * sum(end^2 - start^2) seconds over the chunks [start, end) of a step. Over the
+    chunks of one prompt the sums add up to its length and the square of it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    A_S_FIELD_NUMBER: _builtins.int
+    B_S_FIELD_NUMBER: _builtins.int
+    C_S_FIELD_NUMBER: _builtins.int
+    CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    a_s: _builtins.float
+    """Seconds a step. Never negative, like the others."""
+    b_s: _builtins.float
+    """Seconds a token."""
+    c_s: _builtins.float
+    """Seconds a token squared."""
+    chunk_tokens: _builtins.int
+    """The most prompt tokens that this worker computes in one step."""
+    error: _builtins.float
+    """Median relative error over recent steps, each predicted before it was learned from."""
+    steps: _builtins.int
+    """Steps that were learned from."""
+    def __init__(
+        self,
+        *,
+        a_s: _builtins.float = ...,
+        b_s: _builtins.float = ...,
+        c_s: _builtins.float = ...,
+        chunk_tokens: _builtins.int = ...,
+        error: _builtins.float = ...,
+        steps: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["a_s", b"a_s", "b_s", b"b_s", "c_s", b"c_s", "chunk_tokens", b"chunk_tokens", "error", b"error", "steps", b"steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillFit: _TypeAlias = PrefillFit  # noqa: Y015
+
+@_typing.final
+class StepFit(_message.Message):
+    """How long a worker's steps that decode a token of every request take, fitted to recent ones:
+    a_s + b_s * sum(context) + c_s * batch seconds.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    A_S_FIELD_NUMBER: _builtins.int
+    B_S_FIELD_NUMBER: _builtins.int
+    C_S_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    a_s: _builtins.float
+    """Seconds a step. Never negative, like the others."""
+    b_s: _builtins.float
+    """Seconds a token of context, new tokens included."""
+    c_s: _builtins.float
+    """Seconds a request."""
+    error: _builtins.float
+    """Median relative error over recent steps, each predicted before it was learned from."""
+    steps: _builtins.int
+    """Steps that were learned from."""
+    def __init__(
+        self,
+        *,
+        a_s: _builtins.float = ...,
+        b_s: _builtins.float = ...,
+        c_s: _builtins.float = ...,
+        error: _builtins.float = ...,
+        steps: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["a_s", b"a_s", "b_s", b"b_s", "c_s", b"c_s", "error", b"error", "steps", b"steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepFit: _TypeAlias = StepFit  # noqa: Y015
+
+@_typing.final
 class WorkerView(_message.Message):
     """The scheduler's view of one live worker."""
 
@@ -161,6 +246,8 @@ class WorkerView(_message.Message):
     RUNNING_FIELD_NUMBER: _builtins.int
     WAITING_FIELD_NUMBER: _builtins.int
     HEARTBEAT_AGE_FIELD_NUMBER: _builtins.int
+    PREFILL_FIT_FIELD_NUMBER: _builtins.int
+    STEP_FIT_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     """What it does."""
     state: Global___WorkerState.ValueType
@@ -189,6 +276,14 @@ class WorkerView(_message.Message):
     def heartbeat_age(self) -> _duration_pb2.Duration:
         """Time since its last heartbeat was seen."""
 
+    @_builtins.property
+    def prefill_fit(self) -> Global___PrefillFit:
+        """How long its prefill steps take. Absent until it has computed enough of them to say."""
+
+    @_builtins.property
+    def step_fit(self) -> Global___StepFit:
+        """How long its decode steps take. Absent until it has computed enough of them to say."""
+
     def __init__(
         self,
         *,
@@ -203,10 +298,12 @@ class WorkerView(_message.Message):
         running: _builtins.int = ...,
         waiting: _builtins.int = ...,
         heartbeat_age: _duration_pb2.Duration | None = ...,
+        prefill_fit: Global___PrefillFit | None = ...,
+        step_fit: Global___StepFit | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "heartbeat_age", b"heartbeat_age", "ref", b"ref"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "heartbeat_age", b"heartbeat_age", "prefill_fit", b"prefill_fit", "ref", b"ref", "step_fit", b"step_fit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "blocks", b"blocks", "context_tokens", b"context_tokens", "heartbeat_age", b"heartbeat_age", "model", b"model", "queued_tokens", b"queued_tokens", "ref", b"ref", "role", b"role", "running", b"running", "state", b"state", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "blocks", b"blocks", "context_tokens", b"context_tokens", "heartbeat_age", b"heartbeat_age", "model", b"model", "prefill_fit", b"prefill_fit", "queued_tokens", b"queued_tokens", "ref", b"ref", "role", b"role", "running", b"running", "state", b"state", "step_fit", b"step_fit", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
