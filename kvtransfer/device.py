@@ -7,12 +7,14 @@ stream-ordered, so every copy on a GPU is done when the call returns.
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Iterator, Sequence
 from typing import Final, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from kvtransfer import huge_pages
 from kvtransfer.errors import TransportUnavailable
 from kvtransfer.layout import KvLayout
 from kvtransfer.manifest import Piece
@@ -32,7 +34,7 @@ class _Backend(Protocol):
 
 class _Cpu:
     def zeros(self, shape: tuple[int, ...], dtype: type[np.generic]) -> npt.NDArray[np.generic]:
-        return np.zeros(shape, dtype)  # lazily committed by the operating system
+        return huge_pages.zeros(math.prod(shape) * np.dtype(dtype).itemsize).view(dtype).reshape(shape)
 
     def bytes(self, count: int) -> Buffer:
         return np.empty(count, np.uint8)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
+from torch.nn import functional
 
 from services.engine.attention import KvBatch, attend
 from services.engine.card import ModelCard
@@ -105,10 +106,8 @@ class FastRunner:
         self._linear.add(x, attended.flatten(1), layer.output, layer.output_bias)
 
     def _feed_forward(self, x: torch.Tensor, layer: LayerWeights) -> None:
-        gate_up = self._linear(self._normed(x, layer.mlp_norm), layer.gate_up)
-        product = torch.empty((x.shape[0], self._config.intermediate))
-        self._kernels.silu_product(gate_up, product)
-        self._linear.add(x, product, layer.down)
+        gate, up = self._linear(self._normed(x, layer.mlp_norm), layer.gate_up).chunk(2, dim=1)
+        self._linear.add(x, functional.silu(gate).mul_(up), layer.down)
 
     def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(x)

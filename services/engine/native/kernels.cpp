@@ -2,30 +2,21 @@
 // Arrays are named with their shape, name[rows, columns]. Weights and KV are float or bf16 (the upper half of a float's
 // bits); everything else is float, and all arithmetic is float. A vector `vf` holds LANES floats, as wide as the machine
 // has them; the compiler knows how to add and multiply those.
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 #include <vector>
 
 constexpr int LANES = __BIGGEST_ALIGNMENT__ / 4;  // 16 with AVX-512, 8 with AVX, 4 with SSE and NEON
-constexpr int PAIR = 2 * LANES;  // what `widen` makes two vectors of
-
+constexpr int PAIR = 2 * LANES;
 typedef float vf __attribute__((vector_size(4 * LANES)));
-typedef int32_t vi __attribute__((vector_size(4 * LANES)));
+typedef int32_t vi __attribute__((vector_size(4 * LANES)));  // of the same width, for masks and bits
 typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
 typedef float vf_any __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint32_t vu_any __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
 typedef uint16_t bf16;
-
 static inline vf load(const float *at) { return *(const vf_any *)at; }
 static inline void store(float *at, vf value) { *(vf_any *)at = value; }
-#if defined(__x86_64__)
-#define KEEP(vector) asm("" : "+x"(vector))  // in a register, where the compiler would load it again for each use
-#else
-#define KEEP(vector)
-#endif
 static inline vf same(float value) { return value - vf{}; }
 
 static inline float sum(vf value) {
@@ -38,12 +29,25 @@ static inline float sum(vf value) {
 }
 
 union Bits { float value; uint32_t bits; };
+// The sums of LANES vectors, as one. Each round halves their number: lane l adds two lanes of the first vector of a pair
+// where l's bit `half` is clear, and two of the second where it is set.
+static inline vf sums_of(vf *vectors) {
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) {
+            vi low, high;
+            for (int l = 0; l < LANES; l++) low[l] = (l & ~half) + (l & half ? LANES : 0), high[l] = low[l] + half;
+            vf a = vectors[i], b = vectors[i + half];
+            vectors[i] = __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high);
+        }
+    return vectors[0];
+}
+
 static inline float widen(float value) { return value; }
 static inline float widen(bf16 value) { return Bits{.bits = (uint32_t)value << 16}.value; }
 
-// PAIR values from memory as two vectors. Of bf16, the first has the values with even index and the second the odd
+// PAIR values from memory are two vectors. Of bf16, the first has the values with even index and the second the odd
 // ones: that costs a shift and a mask, where the natural order would cost two shuffles. `pack` orders the other
-// operand of a product alike.
+// operand alike.
 static inline vf first_of(const float *at) { return load(at); }
 static inline vf second_of(const float *at) { return load(at + LANES); }
 static inline vf first_of(const bf16 *at) { return (vf)(*(const vu_any *)at << 16); }
@@ -57,11 +61,11 @@ template <class T> static void pack(const float *from, float *to, int n, float f
 
 static inline void narrow(float value, float *to) { *to = value; }
 static inline void narrow(float value, bf16 *to) {  // to the nearest, ties to even; NaN stays NaN
-    uint32_t bits = Bits{value}.bits;
+    const uint32_t bits = Bits{value}.bits;
     *to = (bits & 0x7fffffffu) > 0x7f800000u ? bits >> 16 | 0x40 : (bits + 0x7fffu + (bits >> 16 & 1)) >> 16;
 }
 
-// exp(x) for x <= 0 to 2 units in the last place: 2^n · 2^f with a polynomial for 2^f on [-1/2, 1/2] (Cephes expf).
+// exp(x) for x <= 0 to 2 units in the last place, and next to nothing below -87: 2^n · 2^f with a polynomial for 2^f on [-1/2, 1/2] (Cephes expf).
 static inline vf exp_not_positive(vf x) {
     vf bounded = x < -87.0f ? same(-87.0f) : x;
     vi n = __builtin_convertvector(bounded * 1.44269504f - 0.5f, vi);  // truncation of a negative number: rounds to nearest
@@ -69,9 +73,7 @@ static inline vf exp_not_positive(vf x) {
     vf f = bounded - whole * 0.693359375f + whole * 2.12194440e-4f;
     vf p = ((same(1.9875691500e-4f) * f + 1.3981999507e-3f) * f + 8.3334519073e-3f) * f + 4.1665795894e-2f;
     p = (p * f + 1.6666665459e-1f) * f + 5.0000001201e-1f;
-    vf power = (vf)((n + 127) << 23);
-    vf result = (p * f * f + f + 1.0f) * power;
-    return x < -87.0f ? vf{} : result;
+    return (p * f * f + f + 1.0f) * (vf)((n + 127) << 23);
 }
 
 static float *scratch(int which, size_t floats) {  // aligned for `vf`: a load over two cache lines costs two
@@ -93,16 +95,24 @@ static void tile(const float *x, const W *w, const char *ahead, const float *bia
             for (int j = 0; j < N; j++) weight[j] = half_of(w + (size_t)j * k + i);
             for (int r = 0; r < R; r++) {
                 vf value = load(x + (size_t)r * k + i + shift);
-                KEEP(value);
+#ifdef __x86_64__
+                asm("" : "+x"(value));  // in a register, where the compiler would load it again for each use
+#endif
                 for (int j = 0; j < N; j++) sums[j][r][s] += weight[j] * value;
             }
         };
         multiply(0, 0, [](const W *at) { return first_of(at); });
         multiply(S - 1, LANES, [](const W *at) { return second_of(at); });
     }
+    constexpr int ROUNDED = (N * R + LANES - 1) / LANES * LANES;
+    vf vectors[ROUNDED] = {};
+    float totals[ROUNDED];
     for (int j = 0; j < N; j++)
-        for (int r = 0; r < R; r++) {
-            float total = sum(S == 2 ? sums[j][r][0] + sums[j][r][1] : sums[j][r][0]);
+        for (int r = 0; r < R; r++) vectors[r * N + j] = S == 2 ? sums[j][r][0] + sums[j][r][1] : sums[j][r][0];
+    for (int at = 0; at < ROUNDED && R > 3; at += LANES) store(totals + at, sums_of(vectors + at));
+    for (int r = 0; r < R; r++)
+        for (int j = 0; j < N; j++) {
+            float total = R > 3 ? totals[r * N + j] : sum(vectors[r * N + j]);
             for (int t = i; t < k; t++) total += widen(w[(size_t)j * k + t]) * x[(size_t)r * k + t];
             float *to = out + (size_t)r * n + j;
             *to = total + (bias ? bias[j] : 0) + (add ? *to : 0);
@@ -141,19 +151,20 @@ static void linear(const float *x, const W *w, const float *bias, float *out, in
 
 // scores[C] = query · keys[C, dim] for C tokens, `token` values apart; the query is packed.
 template <class T, int C> static void dot_tokens(const float *query, const T *key, size_t token, float *scores, int dim) {
-    vf sums[C] = {};
+    vf sums[LANES] = {};
     for (int i = 0; i < dim; i += PAIR) {
         vf even = load(query + i), odd = load(query + i + LANES);
         for (int j = 0; j < C; j++) sums[j] += first_of(key + j * token + i) * even;
         for (int j = 0; j < C; j++) sums[j] += second_of(key + j * token + i) * odd;
     }
-    for (int j = 0; j < C; j++) scores[j] = sum(sums[j]);
+    vf totals = sums_of(sums);
+    for (int j = 0; j < C; j++) scores[j] = totals[j];
 }
 
 // Scores to weights, in place; returns their sum. scores[n], padded to a whole vector.
 static float soften(float *scores, int n) {
-    for (int i = n; i % LANES; i++) scores[i] = -INFINITY;
     vf largest = same(-INFINITY), total = {};
+    for (int i = n; i % LANES; i++) scores[i] = -INFINITY;
     for (int i = 0; i < n; i += LANES) largest = load(scores + i) > largest ? load(scores + i) : largest;
     float most = -INFINITY;
     for (int i = 0; i < LANES; i++) most = fmaxf(most, largest[i]);
@@ -175,14 +186,17 @@ static void add_tokens(float *out, const float *weights, size_t stride, const T 
         for (int g = 0; g < group; g++) {
             float *to = out + g * dim + i;
             vf first = load(to), second = load(to + LANES);
-            for (int j = 0; j < C; j++) {
-                first += even[j] * weights[g * stride + j];
-                second += odd[j] * weights[g * stride + j];
-            }
+            for (int j = 0; j < C; j++) first += even[j] * weights[g * stride + j];
+            for (int j = 0; j < C; j++) second += odd[j] * weights[g * stride + j];
             store(to, first);
             store(to + LANES, second);
         }
     }
+}
+
+// Asks the memory for what probably comes next: heads are read one after the other, which is no stream that it sees.
+template <class T> static void fetch(const T *from, size_t count) {
+    for (size_t i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(from + i, 0, 2);
 }
 
 // Attention of one query token of each of `rows` sequences over keys and values [blocks, block_tokens, kv_heads, dim].
@@ -208,17 +222,19 @@ static void attend(const float *q, int64_t q_stride, const T *keys, const T *val
             }
         };
         each_run([&](int64_t first, int64_t count, size_t where) {
+            fetch(keys + where + count * token, count * token);
             for (int h = 0; h < heads; h++) {
                 const T *key = keys + where + h / group * dim;
                 float *to = scores + h * stride + first, *q_h = query + h * dim;
                 int64_t i = 0;
-                for (; i + 4 <= count; i += 4) dot_tokens<T, 4>(q_h, key + i * token, token, to + i, dim);
+                for (; i + LANES <= count; i += LANES) dot_tokens<T, LANES>(q_h, key + i * token, token, to + i, dim);
                 for (; i < count; i++) dot_tokens<T, 1>(q_h, key + i * token, token, to + i, dim);
             }
         });
         for (int h = 0; h < heads; h++) sums[h] = soften(scores + h * stride, (int)(end - begin));
-        memset(result, 0, sizeof(float) * heads * dim);
+        std::fill(result, result + heads * dim, 0.0f);
         each_run([&](int64_t first, int64_t count, size_t where) {
+            fetch(values + where + count * token, count * token);
             for (int h = 0; h < kv_heads; h++) {
                 const T *value = values + where + h * dim;
                 float *to = result + h * group * dim, *weights = scores + h * group * stride + first;
@@ -271,23 +287,7 @@ static void norm(const float *x, const float *weight, float *out, int rows, int6
         }
 }
 
-// out[rows, n] = silu(gate) · up, from gate_up[rows, 2 · n].
-static void gated_silu(const float *gate_up, float *out, int rows, int n) {
-    for (int r = 0; r < rows; r++) {
-        const float *gate = gate_up + (size_t)r * 2 * n, *up = gate + n;
-        float *to = out + (size_t)r * n;
-        int i = 0;
-        for (; i + LANES <= n; i += LANES) {
-            vf x = load(gate + i), small = exp_not_positive(x < 0 ? x : -x);  // exp(−|x|) cannot overflow
-            vf numerator = x < 0 ? small : same(1.0f);                        // sigmoid(x) = numerator / (1 + small)
-            store(to + i, x * (numerator / (1.0f + small)) * load(up + i));
-        }
-        for (; i < n; i++) to[i] = gate[i] / (1.0f + expf(-gate[i])) * up[i];
-    }
-}
-
-// What is called from outside: pointers, because a template has no name there.
-extern "C" {
+extern "C" {  // what is called from outside: pointers, because a template has no name there
 extern const int pair = PAIR;
 auto linear_f32 = linear<float>;
 auto linear_bf16 = linear<bf16>;
@@ -296,5 +296,4 @@ auto attend_bf16 = attend<bf16>;
 auto place_f32 = place<float>;
 auto place_bf16 = place<bf16>;
 auto rms_norm = norm;
-auto silu_product = gated_silu;
 }

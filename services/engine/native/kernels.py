@@ -20,7 +20,6 @@ _LINEAR = [_POINTER] * 4 + [_INT] * 4
 _ATTEND = [_POINTER, _LONG] + [_POINTER] * 6 + [_INT] * 5 + [_LONG, _FLOAT]
 _PLACE = [_POINTER] * 6 + [_INT] * 4
 _RMS_NORM = [_POINTER] * 3 + [_INT, _LONG, _LONG, _INT, _INT, _FLOAT]
-_SILU_PRODUCT = [_POINTER, _POINTER, _INT, _INT]
 
 Function = Callable[..., None]
 
@@ -36,7 +35,6 @@ class Kernels:
         self._attend = {dtype: _function(found, f"attend_{name}", _ATTEND) for dtype, name in _SUFFIX.items()}
         self._place = {dtype: _function(found, f"place_{name}", _PLACE) for dtype, name in _SUFFIX.items()}
         self._rms_norm = _function(found, "rms_norm", _RMS_NORM)
-        self._silu_product = _function(found, "silu_product", _SILU_PRODUCT)
         self.head_multiple = ctypes.c_int.in_dll(found, "pair").value
         """`attend` takes head dimensions that are a multiple of this."""
 
@@ -120,10 +118,6 @@ class Kernels:
             weight.shape[0],
             epsilon,
         )
-
-    def silu_product(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
-        """out (rows, n) = silu(gate) · up for gate_up (rows, 2 · n)."""
-        self._silu_product(gate_up.data_ptr(), out.data_ptr(), out.shape[0], out.shape[1])
 
 
 @functools.cache

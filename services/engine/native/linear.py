@@ -10,7 +10,7 @@ import torch
 from services.engine.native.kernels import Kernels
 from services.engine.native.memory import Stretch
 
-FEW_ROWS = 24
+FEW_ROWS = 48
 """Up to here the streaming kernel wins: measured, with bf16 weights (`python -m loadtest engine`)."""
 
 _SCRATCH_NUMBERS = 4 << 20

@@ -123,17 +123,13 @@ def test_a_sequence_of_no_tokens_attends_to_nothing(found: Kernels) -> None:
     assert torch.equal(out, torch.zeros(1, 1, 32))
 
 
-def test_large_scores_and_large_gates_do_not_overflow(found: Kernels) -> None:
+def test_large_scores_do_not_overflow(found: Kernels) -> None:
     keys = torch.stack([torch.full((1, 32), 100.0), torch.full((1, 32), -100.0)])[None]
     values = torch.stack([torch.full((1, 32), 3.0), torch.full((1, 32), 5.0)])[None]
     out = torch.empty(1, 1, 32)
     tables, starts, lengths = torch.tensor([0]), torch.tensor([0]), torch.tensor([2])
     found.attend(torch.full((1, 1, 32), 10.0), keys, values, tables, starts, lengths, out, window=0, scale=1.0)
     assert torch.equal(out, torch.full((1, 1, 32), 3.0))
-    gate_up = torch.tensor([[-1e4, -100.0, 0.0, 100.0, 1e4] * 4 + [1.0] * 20])
-    product = torch.empty(1, 20)
-    found.silu_product(gate_up, product)
-    close(product, torch.nn.functional.silu(gate_up[:, :20].double()))
 
 
 def test_bf16_keys_are_rounded_to_nearest_even_like_torch_does(found: Kernels) -> None:
@@ -172,11 +168,10 @@ def test_a_source_that_does_not_compile_is_a_warning_with_the_compilers_first_li
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
-        ("float total = sum(S == 2", "float total = 1.0001f * sum(S == 2"),
+        ("float total = R > 3", "float total = 1.0001f + R > 3"),
         ("begin = window && end > window ? end - window : 0", "begin = 0"),
         ("head[i + half] = b * c[i] + a * s[i]", "head[i + half] = b * c[i] - a * s[i]"),
         ("sqrtf(total / n + epsilon)", "sqrtf(total / n)"),
-        ("* load(up + i))", "+ load(up + i))"),
     ],
 )
 def test_kernels_that_compute_wrong_numbers_are_refused_loudly(
