@@ -7,7 +7,7 @@ import json
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from statistics import median
 
@@ -18,6 +18,7 @@ from rich.table import Table
 
 from kvtransfer.device import Arena
 from kvtransfer.layout import KvLayout
+from loadtest.fits import prefill_residuals, step_residuals
 from loadtest.peers import Pairs, Server, compare, server_at, table
 from services.cli.launch import launched
 from services.cli.tables import table_console
@@ -87,6 +88,7 @@ class Report:
     """A run. `rss_mib`: memory of the process behind each path, its KV left out."""
 
     limits: Limits
+    chunk_tokens: int
     decode: list[DecodeRow] = field(default_factory=list)
     prefill: list[PrefillRow] = field(default_factory=list)
     rss_mib: dict[str, float] = field(default_factory=dict)
@@ -94,23 +96,41 @@ class Report:
     def as_dict(self) -> dict[str, object]:
         """Plain values, for JSON."""
         fields = asdict(self)
-        return {**fields.pop("limits"), **fields}
+        residuals = {"decode_residuals": self.decode_residuals(), "prefill_residuals": self.prefill_residuals()}
+        return {**fields.pop("limits"), **fields, **residuals}
+
+    def decode_residuals(self) -> list[float]:
+        """How far the fitted latency model is from each decode row; each path has a fit of its own."""
+        found: dict[str, Iterator[float]] = {}
+        for path in PATHS:
+            rows = [(row.batch, row.context, row.ms) for row in self.decode if row.path == path]
+            found[path] = iter(step_residuals(rows))
+        return [next(found[row.path]) for row in self.decode]
+
+    def prefill_residuals(self) -> list[float]:
+        """Likewise of each prefill row."""
+        found: dict[str, Iterator[float]] = {}
+        for path in PATHS:
+            rows = [(row.tokens, row.tokens / row.tok_s) for row in self.prefill if row.path == path]
+            found[path] = iter(prefill_residuals(rows, self.chunk_tokens))
+        return [next(found[row.path]) for row in self.prefill]
 
     def tables(self, title: str) -> tuple[Table, Table]:
         """For people."""
         steps = Table(title=f"{title}: decode step (floor: weights and KV at {self.limits.read_gbs:.1f} GB/s)")
-        for name in ("path", "batch", "context", "ms", "× floor", "of GEMM rate"):
+        for name in ("path", "batch", "context", "ms", "× floor", "of GEMM rate", "fitted"):
             steps.add_column(name, justify="right")
-        for row in self.decode:
-            ratios = (f"{row.floor_ratio:.2f}", f"{row.gemm_ratio:.2f}")
+        for row, residual in zip(self.decode, self.decode_residuals(), strict=True):
+            ratios = (f"{row.floor_ratio:.2f}", f"{row.gemm_ratio:.2f}", f"{residual:+.0%}")
             steps.add_row(row.path, str(row.batch), f"{row.context:,}", f"{row.ms:.1f}", *ratios)
         memory = ", ".join(f"{path} {mib:.0f} MiB" for path, mib in self.rss_mib.items())
         rate = f"{self.limits.gemm_gflops:.0f} GFLOP/s"
         prompts = Table(title=f"{title}: prefill (GEMM rate {rate})", caption=f"resident without KV: {memory}")
-        for name in ("path", "tokens", "tokens/s", "of GEMM rate"):
+        for name in ("path", "tokens", "tokens/s", "of GEMM rate", "fitted"):
             prompts.add_column(name, justify="right")
-        for prompt in self.prefill:
-            prompts.add_row(prompt.path, f"{prompt.tokens:,}", f"{prompt.tok_s:.0f}", f"{prompt.gemm_ratio:.2f}")
+        for prompt, residual in zip(self.prefill, self.prefill_residuals(), strict=True):
+            ratios = (f"{prompt.tok_s:.0f}", f"{prompt.gemm_ratio:.2f}", f"{residual:+.0%}")
+            prompts.add_row(prompt.path, f"{prompt.tokens:,}", *ratios)
         return steps, prompts
 
 
@@ -266,7 +286,7 @@ def engine(
     prompts = [tokens for tokens in PREFILL if tokens <= min(most_tokens, card.context_tokens)]
     _progress("measuring what the machine can do")
     limits = Limits(read_gbs=read_bytes_per_s(device) / 1e9, gemm_gflops=gemm_flops_per_s(device) / 1e9)
-    report = Report(limits=limits)
+    report = Report(limits=limits, chunk_tokens=chunk_tokens)
     for path in (only,) if only else PATHS if device == "cpu" else ("generic",):
         try:
             bench = Bench(card, path, dtype, limits, max([b * c for b, c in shapes] + prompts), device)
