@@ -217,7 +217,7 @@ def _progress(word: str) -> None:
     click.echo(word, err=True)
 
 
-def _against(url: str, model: str, dtype: Dtype, pairs: int, as_json: bool) -> None:
+def _against(url: str, model: str, dtype: Dtype, chunk_tokens: int, pairs: int, as_json: bool) -> None:
     """The comparison with a peer."""
 
     async def run(ours_url: str) -> tuple[Server, list[Pairs]]:
@@ -225,7 +225,8 @@ def _against(url: str, model: str, dtype: Dtype, pairs: int, as_json: bool) -> N
         return theirs, await compare(ours, theirs, pairs)
 
     try:
-        with launched([f"--model={model}", f"--dtype={dtype}", "--prefill=0", "--log-level=warning"]) as mesh:
+        flags = [f"--model={model}", f"--dtype={dtype}", f"--chunk-tokens={chunk_tokens}", "--prefill=0"]
+        with launched([*flags, "--log-level=warning"]) as mesh:
             server, results = asyncio.run(run(mesh.http))
     except (StartError, httpx.HTTPError) as error:
         raise click.ClickException(str(error) or type(error).__name__) from None
@@ -273,7 +274,7 @@ def engine(
     With --peer: the same shapes over HTTP, an aggregated mesh of ours against the peer, in interleaved pairs.
     """
     if peer:
-        _against(peer, model, dtype, pairs, as_json)
+        _against(peer, model, dtype, chunk_tokens, pairs, as_json)
         return
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[-1] if core < 0 else core})
