@@ -65,4 +65,9 @@ class GenericRunner:
             return torch.empty((0, self.card.vocab))
         plan = plan_step(slices, block_tokens=self._pool.block_tokens, blocks=self._pool.blocks, vocab=self.card.vocab)
         logits = self._graphs.run(plan) if self._graphs else None
-        return self._model.forward(self._model.batch(plan, self._pool, self._paged)) if logits is None else logits
+        if logits is None:
+            logits = self._model.forward(self._model.batch(plan, self._pool, self._paged))
+        if self._model.device.type == "cuda":
+            # Whoever is told of this step may send its KV at once, on another stream; and its duration is learned from.
+            torch.cuda.synchronize(self._model.device)
+        return logits
