@@ -113,14 +113,15 @@ def _convert(source: Path, folder: Path, progress: Progress) -> None:
     unfinished = folder.with_name(f"{folder.name}.{os.getpid()}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
-        _write_converted(source, unfinished)
+        write_converted(source, unfinished)
         unfinished.rename(folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     progress(f"{_EMBEDDED_NAME} is ready")
 
 
-def _write_converted(source: Path, folder: Path) -> None:
+def write_converted(source: Path, folder: Path) -> None:
+    """Write the model and the tokenizer in the GGUF `source` into `folder` as bf16 safetensors."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging

@@ -26,16 +26,14 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoggedToken:
-    """A token of the text that was handed out. `text_offset`: characters of the answer before it."""
+    """A token of the text that was handed out. `text_offset`: characters of the text before it.
+
+    `logprobs` None: the first token of an echoed prompt, which nothing foretells.
+    """
 
     token_id: int
-    logprobs: TokenLogprobs
+    logprobs: TokenLogprobs | None
     text_offset: int
-
-    @property
-    def own(self) -> tuple[int, float]:
-        """The token with its log-probability."""
-        return self.token_id, self.logprobs.logprob
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,12 +55,13 @@ class Piece:
 
 @dataclass(kw_only=True)
 class Answer:
-    """One answer. `clock` gives monotonic seconds."""
+    """One answer. `clock` gives monotonic seconds; `echo_chars`: characters of an echoed prompt before it."""
 
     decode: Callable[[Sequence[int]], str]
     stops: Sequence[str]
     end_token_ids: frozenset[int]
     clock: Callable[[], float]
+    echo_chars: int = 0
     token_ids: list[int] = field(default_factory=list)
     reason: FinishReason | None = None
     first_token_s: float | None = None  # on `clock`
@@ -72,8 +71,8 @@ class Answer:
         self._detokenizer = Detokenizer(self.decode)
         self._matcher = StopMatcher(self.stops)
         self._leg_begin = 0
-        self._made_chars = 0  # text that the tokens have completed
-        self._shown_chars = 0  # text that was handed out: what may begin a stop string is held back
+        self._made_chars = self.echo_chars  # text that the tokens have completed
+        self._shown_chars = self.echo_chars  # text that was handed out: what may begin a stop string is held back
         self._hidden: deque[LoggedToken] = deque()  # tokens whose text was not
 
     def begin_leg(self) -> None:

@@ -19,6 +19,7 @@ from services.engine.sampling_spec import TokenLogprobs
 from services.errors import DeadlineExceeded, DiptychError, Unavailable
 from services.gateway.answer import Answer, LoggedToken, Piece
 from services.gateway.closing import Closing
+from services.gateway.echo import Echo, tokenize
 from services.gateway.legs import Legs
 from services.gateway.metrics import Metrics
 from services.gateway.peers import SchedulerClient, WorkerClient
@@ -105,6 +106,7 @@ class Life:
         self._ends = () if request.ignore_eos else mesh.model.eos_token_ids
         self._answer: Answer  # once the request is known to be valid
         self._prompt: list[int] = []
+        self._echo: Echo | None = None  # until it is shown, with the first piece
         self._max_new = 0
         self._tokenize_s: float | None = None
         self._queue_s = 0.0
@@ -159,6 +161,7 @@ class Life:
             if self._placements:
                 self._mesh.closing.finish(self._id)
         self._note_first_token()
+        piece = self._with_echo(piece)
         finish = self._finish(piece, placement, reports)
         self._mesh.metrics.finished(finish)
         self._emit(Event.of(piece, finish))
@@ -169,18 +172,19 @@ class Life:
         validate(request, model=model.name, vocab=model.vocab)
         longest_token = self._mesh.tokenizer.longest_token
         check_length(request.prompt, longest_token=longest_token, context_tokens=model.context_tokens)
+        with tracer().start_as_current_span(spans.GATEWAY_TOKENIZE):
+            # A thread: a long prompt would hold up everybody else's tokens.
+            self._prompt, self._echo = await asyncio.to_thread(tokenize, self._mesh.tokenizer, request)
+        self._tokenize_s = time.monotonic() - self._arrived_s
+        check_prompt_logprobs(request, len(self._prompt), max_bytes=MAX_MESSAGE_BYTES)
+        self._max_new = fit(request.prompt, len(self._prompt), request.max_tokens, context_tokens=model.context_tokens)
         self._answer = Answer(
             decode=self._mesh.tokenizer.decode,
             stops=request.stop,
             end_token_ids=frozenset(self._ends),
             clock=time.monotonic,
+            echo_chars=0 if self._echo is None else len(self._echo.text),
         )
-        with tracer().start_as_current_span(spans.GATEWAY_TOKENIZE):
-            # A thread: a long prompt would hold up everybody else's tokens.
-            self._prompt = await asyncio.to_thread(self._mesh.tokenizer.encode, request.prompt)
-        self._tokenize_s = time.monotonic() - self._arrived_s
-        check_prompt_logprobs(request.sampling, len(self._prompt), max_bytes=MAX_MESSAGE_BYTES)
-        self._max_new = fit(request.prompt, len(self._prompt), request.max_tokens, context_tokens=model.context_tokens)
 
     async def _place_until_answered(self) -> tuple[Piece, Placement, LegReports]:
         recovery = Recovery()
@@ -212,7 +216,11 @@ class Life:
 
     def _emit_piece(self, piece: Piece) -> None:
         self._note_first_token()
-        self._emit(Event.of(piece))
+        self._emit(Event.of(self._with_echo(piece)))
+
+    def _with_echo(self, piece: Piece) -> Piece:
+        echo, self._echo = self._echo, None
+        return piece if echo is None else echo.lead(piece)
 
     def _note_first_token(self) -> None:
         if self._answer.first_token_s is not None and not self._first_noted:
@@ -252,7 +260,7 @@ class Life:
             raise DiptychError("an answer ended without a reason")
         usage = Usage(
             prompt_tokens=len(self._prompt),
-            completion_tokens=len(self._answer.token_ids),
+            completion_tokens=0 if self._request.echo == "instead" else len(self._answer.token_ids),
             cached_tokens=min(self._cached_tokens, len(self._prompt)),
         )
         return Finish(reason=piece.reason, usage=usage, phases=self._phases(placement, reports))

@@ -5,6 +5,7 @@
   hand-off (decode has brought tokens) no longer matters.
 - Log-probabilities of the prompt and the first token come from the prefill leg alone: where they were asked for, the
   tokens of decode wait for it, and it matters to its end.
+- Decode does not hear of the log-probabilities of a prompt that prefill computes.
 - An answer that is finished (by the first token, a stop string, decode's last message) cancels what still runs.
 """
 
@@ -75,7 +76,8 @@ class Legs:
 
     async def _decode(self, work: LegWork, deadline_s: float) -> None:
         try:
-            async with aclosing(self._workers.decode(work, self._placement, deadline_s)) as messages:
+            wanted = work if self._placement.prefill is None else _without_prompt_logprobs(work)
+            async with aclosing(self._workers.decode(wanted, self._placement, deadline_s)) as messages:
                 async for message in messages:
                     self.handed_over = True
                     self.reports.decode = message.begin or self.reports.decode
@@ -117,6 +119,10 @@ class Legs:
 
 def _waits_for_prefill(work: LegWork) -> bool:
     return work.sampling.logprobs is not None or work.sampling.prompt_logprobs is not None
+
+
+def _without_prompt_logprobs(work: LegWork) -> LegWork:
+    return replace(work, sampling=replace(work.sampling, prompt_logprobs=None))
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
@@ -28,7 +29,7 @@ from services.gateway.request import (
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 
-# Known fields whose other values are not served; these values mean "off".
+# Known fields whose other values are not served where a body does not declare them; these values mean "off".
 _OFF: Mapping[str, tuple[JsonValue, ...]] = {
     "n": (None, 1),
     "best_of": (None, 1),
@@ -160,11 +161,20 @@ class CompletionBody(Body):
     """POST /v1/completions."""
 
     prompt: JsonValue
+    max_tokens: int | None = Field(default=None, ge=0)
     logprobs: int | None = None
+    echo: bool | None = None
 
     def to_request(self) -> GenerationRequest:
-        """The prompt is text or token ids, also as a list of exactly one."""
-        return self.request(_prompt(self.prompt), self.max_tokens or COMPLETION_MAX_TOKENS, self.logprobs)
+        """The prompt is text or token ids, also as a list of exactly one. With an echo it may be all that is wanted."""
+        if self.max_tokens == 0 and not self.echo:
+            raise InvalidArgument("max_tokens", "0 is only allowed when echo is true")
+        limit = COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        request = self.request(_prompt(self.prompt), limit or 1, self.logprobs)
+        if not self.echo:
+            return request
+        sampling = replace(request.sampling, prompt_logprobs=self.logprobs)
+        return replace(request, sampling=sampling, echo="before" if limit else "instead")
 
 
 BodyT = TypeVar("BodyT", ChatBody, CompletionBody)
@@ -178,7 +188,7 @@ def parse(kind: type[BodyT], raw: bytes) -> BodyT:
         raise InvalidArgument("", f"the body is not JSON: {error}") from None
     if not isinstance(fields, dict):
         raise InvalidArgument("", "the body is not a JSON object")
-    for name in [name for name in fields if name in _OFF]:
+    for name in [name for name in fields if name in _OFF and name not in kind.model_fields]:
         value = fields.pop(name)
         if not any(type(value) is type(off) and value == off for off in _OFF[name]):
             raise InvalidArgument(name, "is not supported yet with this value")

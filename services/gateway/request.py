@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from services.engine.sampling_spec import MAX_LOGIT_BIASES, MAX_LOGPROBS
 from services.errors import InvalidArgument, NotFound
@@ -49,6 +50,9 @@ class TokenPrompt:
 
 Prompt = TextPrompt | ChatPrompt | TokenPrompt
 
+Echo = Literal["no", "before", "instead"]
+"""Whether the text begins with the prompt's. "instead": there is nothing more; one token is computed and dropped."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
@@ -80,7 +84,10 @@ class Slo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationRequest:
-    """What a client wants. `model` empty means the only one; `max_tokens` 0 means as many as the context allows."""
+    """What a client wants. `model` empty means the only one; `max_tokens` 0 means as many as the context allows.
+
+    With an echo `sampling.prompt_logprobs` equals `sampling.logprobs`; with "instead" `max_tokens` is 1.
+    """
 
     prompt: Prompt
     model: str = ""
@@ -88,6 +95,7 @@ class GenerationRequest:
     max_tokens: int = 0
     stop: Sequence[str] = ()
     ignore_eos: bool = False
+    echo: Echo = "no"
     tenant: str = ""
     priority: int = 0
     deadline_s: float | None = None
@@ -140,14 +148,15 @@ def check_length(prompt: Prompt, *, longest_token: int, context_tokens: int) -> 
         )
 
 
-def check_prompt_logprobs(sampling: Sampling, prompt_tokens: int, *, max_bytes: int) -> None:
+def check_prompt_logprobs(request: GenerationRequest, prompt_tokens: int, *, max_bytes: int) -> None:
     """Raises InvalidArgument for a report that fits no message: it comes as one, with the first token."""
+    sampling = request.sampling
     if sampling.prompt_logprobs is None:
         return
     size = prompt_tokens * (12 + 9 * sampling.prompt_logprobs)  # upper bound: a token id takes 5 bytes, a logprob 4
     if size > max_bytes:
         raise InvalidArgument(
-            "prompt_logprobs",
+            "prompt_logprobs" if request.echo == "no" else "logprobs",
             f"{sampling.prompt_logprobs} for {prompt_tokens} tokens are up to {size} bytes, more than {max_bytes}",
         )
 

@@ -15,6 +15,7 @@ from typing import NoReturn
 import jinja2
 import jinja2.ext
 import jinja2.sandbox
+from tokenizers import Encoding
 from tokenizers import Tokenizer as FastTokenizer
 
 from services.errors import InvalidArgument, StartError
@@ -58,10 +59,22 @@ class Tokenizer:
             case TokenPrompt():
                 return list(prompt.token_ids)
             case TextPrompt():
-                return self._ids(prompt.field, prompt.text, special=True)
+                return list(self._encoding(prompt.field, prompt.text, special=True).ids)
             case ChatPrompt():
                 # The template writes the special tokens itself.
-                return self._ids(prompt.field, self.render(prompt), special=False)
+                return list(self._encoding(prompt.field, self.render(prompt), special=False).ids)
+
+    def encode_text(self, prompt: TextPrompt) -> tuple[list[int], list[int]]:
+        """Token ids as `encode` gives them, and for each the complete characters of the text before it."""
+        encoding = self._encoding(prompt.field, prompt.text, special=True)
+        offsets: list[int] = []
+        offset = end = 0
+        for token_begin, token_end in encoding.offsets:
+            # Some tokenizers cut the space off a word's place; a token that was added stands nowhere, at (0, 0).
+            offset = max(offset, min(token_begin, end))
+            offsets.append(offset)
+            end = max(end, token_end)
+        return list(encoding.ids), offsets
 
     def render(self, chat: ChatPrompt) -> str:
         """The conversation as one text, ready for the answer."""
@@ -81,12 +94,12 @@ class Tokenizer:
         """Bytes of one token, special tokens included: the answer's text is these in a row, as far as it is valid."""
         return self._bytes[token_id]
 
-    def _ids(self, field: str, text: str, *, special: bool) -> list[int]:
+    def _encoding(self, field: str, text: str, *, special: bool) -> Encoding:
         try:
             text.encode("utf-8")
         except UnicodeEncodeError:
             raise InvalidArgument(field, "is not valid Unicode text") from None
-        return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
+        return self._tokenizer.encode(text, add_special_tokens=special)
 
 
 class _GenerationBlock(jinja2.ext.Extension):

@@ -99,6 +99,7 @@ async def compare(folder: str, model: str, vocab: int, redis_url: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(280)
 async def test_the_embedded_model_answers_like_generate(redis_url: str) -> None:
+    """F3 is among them: prompts of 1, block−1, block and block+1 tokens."""
     folder = str(resolve("smollm2", progress=print).path)
     await compare(folder, "smollm2", 49_152, redis_url)
 
@@ -109,6 +110,7 @@ async def test_the_embedded_model_answers_like_generate(redis_url: str) -> None:
 async def test_other_architectures_answer_like_generate(
     tiny_model: Callable[[str], str], redis_url: str, architecture: str
 ) -> None:
+    """F3 is among them: prompts of 1, block−1, block and block+1 tokens."""
     folder = tiny_model(architecture)
     await compare(folder, folder, 352, redis_url)
 

@@ -25,6 +25,7 @@ from gateway_peers import (
     scene,
     tokens,
 )
+from openai.types import CompletionChoice
 
 HELLO = ids("Hello")
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
@@ -179,7 +180,10 @@ BAD = [
     (TEXT_PATH, {"prompt": [99999]}, "prompt"),
     (TEXT_PATH, {"prompt": [-1]}, "prompt"),
     (TEXT_PATH, {"prompt": "x" * 64}, "prompt"),
-    (TEXT_PATH, {"echo": True}, "echo"),
+    (TEXT_PATH, {"echo": "yes"}, "echo"),
+    (CHAT_PATH, {"echo": True}, "echo"),
+    (TEXT_PATH, {"max_tokens": 0}, "max_tokens"),
+    (TEXT_PATH, {"max_tokens": -1, "echo": True}, "max_tokens"),
     (TEXT_PATH, {"best_of": 2}, "best_of"),
     (TEXT_PATH, {"suffix": "x"}, "suffix"),
 ]
@@ -299,6 +303,75 @@ async def test_a_completions_logprobs_are_four_lists_of_the_same_length(
     assert [value for part in found for value in part.token_logprobs] == [-token for token in word]
     assert [offset for part in found for offset in part.text_offset] == [0, 1, 1, 2]
     assert next(top for part in found for top in part.top_logprobs) == {"A": -word[0], "x": -0.5}
+
+
+def foretold(message: decode_pb2.DecodeResponse, prompt: str) -> decode_pb2.DecodeResponse:
+    """With the log-probabilities of the prompt's tokens, as `logged` has them."""
+    for token_id in ids(prompt)[1:]:
+        message.begin.prompt_logprobs.add(logprob=-token_id, top_token_ids=ids("x"), top_logprobs=[-0.5])
+    return message
+
+
+async def choices(client: openai.AsyncOpenAI, *, stream: bool, **asked: object) -> list[CompletionChoice]:
+    """All choices of the answer, in order: one, or those of a stream's chunks."""
+    if not stream:
+        return (await client.completions.create(model="tiny", **asked)).choices
+    chunks = await client.completions.create(model="tiny", stream=True, **asked)
+    return [choice async for chunk in chunks for choice in chunk.choices]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_echo_begins_with_the_prompt_and_the_answer_follows(
+    world: Scene, client: openai.AsyncOpenAI, stream: bool
+) -> None:
+    for prompt in ("hé", ids("hé")):
+        world.decode.decodes = [decoding(tokens(0, HELLO[:1]), tokens(1, HELLO[1:], LENGTH))]
+        found = await choices(client, stream=stream, prompt=prompt, echo=True, max_tokens=5)
+        assert "".join(choice.text for choice in found) == "héHello"
+        assert all(choice.logprobs is None for choice in found)
+        assert found[-1].finish_reason == "length"
+        assert not world.decode.decode_requests[-1].sequence.sampling.HasField("prompt_logprobs")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_echos_logprobs_begin_with_the_prompts_whose_first_is_null(
+    world: Scene, client: openai.AsyncOpenAI, stream: bool
+) -> None:
+    both = ids("héA!")
+    first = foretold(logged(0, both[3:4]), "hé")
+    world.decode.decodes = [decoding(first, logged(1, both[4:], LENGTH))]
+    found = await choices(client, stream=stream, prompt="hé", echo=True, max_tokens=2, logprobs=1)
+    parts = [choice.logprobs for choice in found if choice.logprobs is not None]
+    assert "".join(choice.text for choice in found) == "héA!"
+    assert [token for part in parts for token in part.tokens] == ["h", "bytes:\\xc3", "bytes:\\xa9", "A", "!"]
+    assert [value for part in parts for value in part.token_logprobs] == [None, *(-token for token in both[1:])]
+    assert [offset for part in parts for offset in part.text_offset] == [0, 1, 1, 2, 3]
+    top = [top for part in parts for top in part.top_logprobs]
+    assert top[0] is None and top[3] == {"A": -both[3], "x": -0.5} and len(top) == 5
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("reason", [STOP, LENGTH])
+async def test_an_echo_of_no_tokens_is_the_prompt_alone(
+    world: Scene, client: openai.AsyncOpenAI, stream: bool, reason: int
+) -> None:
+    """What evaluation tools ask. The one token that is computed, whatever it is, is neither shown nor counted."""
+    world.decode.decodes = [decoding(foretold(logged(0, [END if reason == STOP else HELLO[0]], reason), "hi"))]
+    found = await choices(client, stream=stream, prompt="hi", echo=True, max_tokens=0, logprobs=1, stop="hi")
+    parts = [choice.logprobs for choice in found if choice.logprobs is not None]
+    assert ("".join(choice.text for choice in found), found[-1].finish_reason) == ("hi", "length")
+    assert [value for part in parts for value in part.token_logprobs] == [None, -ids("i")[0]]
+    assert world.decode.decode_requests[0].sequence.max_new_tokens == 1
+    metrics = world.gateway.mesh.metrics.exposition().decode()
+    assert 'diptych_tokens_total{kind="completion"} 0.0' in metrics
+
+
+async def test_a_worker_that_does_not_tell_of_the_whole_prompt_is_an_error(
+    world: Scene, http: httpx.AsyncClient
+) -> None:
+    world.decode.decodes = [decoding(foretold(logged(0, HELLO, LENGTH), "h"))]
+    answer = await http.post(TEXT_PATH, json=TEXT | {"echo": True, "logprobs": 0})
+    assert answer.status_code == 500 and "2 prompt tokens" in answer.json()["error"]["message"]
 
 
 async def test_logprobs_are_null_when_nobody_asked(world: Scene, http: httpx.AsyncClient) -> None:

@@ -137,6 +137,17 @@ async def test_tokens_of_decode_wait_for_what_prefill_alone_can_tell(world: Scen
     assert told_of_prompt(messages) == [[-7.0]] + [[]] * (len(messages) - 1)
 
 
+async def test_decode_does_not_hear_that_the_prompts_logprobs_are_wanted(world: Scene) -> None:
+    """F5."""
+    world.prefill.prefills = [told_by_prefill()]
+    world.decode.decodes = [decoding(with_logprobs(tokens(0, HELLO[:2], LENGTH), 0.0, -2.0))]
+    assert told_of_prompt(await answer(world, ask(max_tokens=2, **LOGGED)))[0] == [-7.0]
+    prefill, decode = world.prefill.prefill_requests[0].sequence, world.decode.decode_requests[0].sequence
+    assert prefill.sampling.HasField("prompt_logprobs") and not decode.sampling.HasField("prompt_logprobs")
+    prefill.sampling.ClearField("prompt_logprobs")
+    assert prefill == decode
+
+
 async def test_a_prefill_leg_that_fails_before_it_has_told_is_placed_again_although_decode_has_tokens(
     world: Scene,
 ) -> None:

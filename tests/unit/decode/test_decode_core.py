@@ -234,6 +234,7 @@ def test_a_handed_over_request_that_gives_way_is_computed_again_here() -> None:
 
 
 def test_a_request_larger_than_the_pool_is_refused_and_the_others_live_on() -> None:
+    """K9."""
     c, model = core(blocks=2), Model()
     c.apply(request("big", 5, max_new_tokens=4), 0.0)
     c.apply(request("a", 4, max_new_tokens=4), 0.0)

@@ -82,7 +82,7 @@ def conversion(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(catalog, "_embedded_source", lambda: source)
-    monkeypatch.setattr(catalog, "_write_converted", write)
+    monkeypatch.setattr(catalog, "write_converted", write)
     return written
 
 
@@ -117,7 +117,7 @@ def test_a_conversion_that_fails_leaves_nothing_behind(
         (folder / "config.json").write_text("{}")
         raise OSError("disk full")
 
-    monkeypatch.setattr(catalog, "_write_converted", fail)
+    monkeypatch.setattr(catalog, "write_converted", fail)
     with pytest.raises(OSError, match="disk full"):
         resolve("smollm2", progress=said.append)
     assert [entry for entry in (tmp_path / "cache" / "diptych" / "models").iterdir() if entry.is_dir()] == []

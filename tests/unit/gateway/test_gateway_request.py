@@ -132,11 +132,13 @@ def test_what_does_not_fit_is_refused_with_both_numbers_and_the_limit(
 
 
 def test_prompt_logprobs_that_fit_no_message_are_refused() -> None:
-    check_prompt_logprobs(Sampling(), 10**9, max_bytes=100)
-    check_prompt_logprobs(Sampling(prompt_logprobs=2), 10, max_bytes=300)
-    with pytest.raises(InvalidArgument, match="2 for 11 tokens are up to 330 bytes, more than 300") as raised:
-        check_prompt_logprobs(Sampling(prompt_logprobs=2), 11, max_bytes=300)
-    assert raised.value.field == "prompt_logprobs"
+    check_prompt_logprobs(GOOD, 10**9, max_bytes=100)
+    asked = replace(GOOD, sampling=Sampling(prompt_logprobs=2))
+    check_prompt_logprobs(asked, 10, max_bytes=300)
+    for request, field in ((asked, "prompt_logprobs"), (replace(asked, echo="before"), "logprobs")):
+        with pytest.raises(InvalidArgument, match="2 for 11 tokens are up to 330 bytes, more than 300") as raised:
+            check_prompt_logprobs(request, 11, max_bytes=300)
+        assert raised.value.field == field
 
 
 def test_an_openai_chat_becomes_a_request() -> None:
@@ -177,7 +179,9 @@ def test_a_chat_may_fill_the_context_unless_told() -> None:
         ('"logprobs": true', "logprobs"),
         ('"top_logprobs": 1', "top_logprobs"),
         ('"prompt_logprobs": 1', "prompt_logprobs"),
-        ('"echo": true', "echo"),
+        ('"echo": 1', "echo"),
+        ('"echo": true, "max_tokens": -1', "max_tokens"),
+        ('"echo": false, "max_tokens": 0', "max_tokens"),
         ('"logit_bias": {"one": 2}', "logit_bias"),
         ('"logit_bias": {"-1": 2}', "logit_bias"),
         ('"logit_bias": {"99999999999": 2}', "logit_bias"),
@@ -198,6 +202,34 @@ def test_openai_fields_are_refused_by_name(more: str, field: str) -> None:
     with pytest.raises(InvalidArgument) as raised:
         parse(CompletionBody, f'{{"model": "m", "prompt": "x", {more}}}'.encode()).to_request()
     assert raised.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("more", "echo", "max_tokens", "prompt_logprobs"),
+    [
+        ('"echo": true', "before", 16, None),
+        ('"echo": true, "max_tokens": 3, "logprobs": 2', "before", 3, 2),
+        ('"echo": true, "max_tokens": 0, "logprobs": 0', "instead", 1, 0),
+        ('"echo": false, "logprobs": 2', "no", 16, None),
+        ('"echo": null, "max_tokens": 1', "no", 1, None),
+    ],
+)
+def test_an_echo_asks_for_the_logprobs_of_the_prompt_too(
+    more: str, echo: str, max_tokens: int, prompt_logprobs: int | None
+) -> None:
+    request = parse(CompletionBody, f'{{"model": "m", "prompt": "x", {more}}}'.encode()).to_request()
+    assert (request.echo, request.max_tokens, request.sampling.prompt_logprobs) == (echo, max_tokens, prompt_logprobs)
+
+
+@pytest.mark.parametrize(("echo", "served"), [("null", True), ("false", True), ("true", False)])
+def test_a_chat_is_not_echoed(echo: str, served: bool) -> None:
+    raw = f'{{"model": "m", "messages": [], "echo": {echo}}}'.encode()
+    if served:
+        assert parse(ChatBody, raw).to_request().echo == "no"
+        return
+    with pytest.raises(InvalidArgument) as raised:
+        parse(ChatBody, raw)
+    assert raised.value.field == "echo"
 
 
 def test_penalties_bias_and_logprobs_become_the_sampling() -> None:

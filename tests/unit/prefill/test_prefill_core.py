@@ -100,6 +100,7 @@ def test_unpulled_kv_holds_admission_back_and_nobody_passes() -> None:
 
 
 def test_a_prompt_larger_than_the_pool_is_refused_and_the_others_live_on() -> None:
+    """K9."""
     c = core(blocks=2)
     c.apply(prompt("big", 9), 0.0)
     c.apply(prompt("a", 8), 0.0)
