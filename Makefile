@@ -14,10 +14,10 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 TORCH_INDEX ?=
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar on \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c constraints.txt
-# One thread for each process: the tests start many.
+# One thread for each process: the tests start many. What starts whole meshes runs one test at a time.
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false UCX_WARN_UNUSED_ENV_VARS=n
 
-.PHONY: help setup demo test gpu unit check protos clean
+.PHONY: help setup demo test gpu unit check lint protos clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
@@ -38,16 +38,19 @@ demo: setup ## start a mesh, ask it one question, show where the time went, stop
 	@$(BIN)/diptych demo
 
 test: setup ## the whole test suite
-	$(TEST_ENV) $(BIN)/pytest -q
+	$(TEST_ENV) $(BIN)/pytest -q -n 2 tests/unit tests/architecture tests/contract
+	$(TEST_ENV) $(BIN)/pytest -q --durations=10 tests/integration tests/e2e tests/gpu
 
 gpu: setup ## on a machine with a CUDA GPU: checks and times everything that needs one (pip install -e '.[gpu]' first)
 	$(BIN)/pytest -q tests/gpu
 	$(BIN)/python -m loadtest engine --device cuda:0
 
 unit: setup ## unit and architecture tests
-	$(TEST_ENV) $(BIN)/pytest -q tests/unit tests/architecture
+	$(TEST_ENV) $(BIN)/pytest -q -n 2 tests/unit tests/architecture
 
-check: setup ## format, lint, types, import contracts, protos, compose file, unit tests
+check: lint unit ## what `make lint` does, and unit tests: before every commit
+
+lint: setup ## format, lint, types, import contracts, protos, compose file
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -57,7 +60,6 @@ check: setup ## format, lint, types, import contracts, protos, compose file, uni
 	$(BIN)/docker-compose -f compose.yaml config -q
 	$(BIN)/docker-compose -f compose.yaml --profile gpu config -q
 	$(BIN)/docker-compose -f compose.yaml -f deploy/compose.infiniband.yaml --profile gpu config -q
-	$(TEST_ENV) $(BIN)/pytest -q tests/unit tests/architecture
 
 protos: setup ## regenerate protos/gen from protos/diptych/v1
 	$(BIN)/python protos/generate.py

@@ -79,7 +79,7 @@ async def test_a_prefill_worker_killed_while_it_computes_costs_an_error_or_anoth
 ) -> None:
     mesh = start_mesh(extra=["--chunk-tokens=1"])  # a prompt takes seconds
     killed = asyncio.Event()
-    asked = asyncio.create_task(outcome(mesh, killed, [7 + i % 300 for i in range(250)]))
+    asked = asyncio.create_task(outcome(mesh, killed, [7 + i % 300 for i in range(1300)]))
     await asyncio.sleep(0.5)
     killed.set()
     at_s = time.monotonic()
