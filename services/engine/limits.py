@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable
 
 import torch
+
+from kvtransfer import huge_pages
 
 _STREAM_BYTES = 256 << 20  # far beyond any cache
 _GEMM_SHAPES = ((256, 576, 1536), (1024, 1024, 1024))
@@ -14,14 +17,22 @@ _REPEATS = 7
 
 def read_bytes_per_s(device: str) -> float:
     """How fast one thread, or the GPU, reads memory that is in no cache: the best of some ways to read."""
-    memory = torch.ones(_STREAM_BYTES // 4, device=device)
+    if device == "cpu":
+        memory = torch.from_numpy(huge_pages.zeros(_STREAM_BYTES)).view(torch.float32).fill_(1)
+    else:
+        memory = torch.ones(_STREAM_BYTES // 4, device=device)
     halves = memory.view(2, -1)
     words = memory.view(torch.int32)
-    ways: tuple[Callable[[], torch.Tensor], ...] = (
+    ways: list[Callable[[], torch.Tensor]] = [
         memory.sum,
         lambda: torch.dot(halves[0], halves[1]),
         words.max,
-    )
+    ]
+    if device == "cpu":
+        compare = ctypes.CDLL(None).memcmp
+        compare.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+        begin, half = memory.data_ptr(), _STREAM_BYTES // 2
+        ways.append(lambda: torch.tensor([compare(begin, begin + half, half)]))  # equal halves: reads all of both
     return _STREAM_BYTES / min(_fastest_s(way) for way in ways)
 
 
