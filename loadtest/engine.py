@@ -17,7 +17,6 @@ import psutil
 from rich.table import Table
 
 from kvtransfer.device import Arena
-from kvtransfer.layout import KvLayout
 from loadtest.fits import prefill_residuals, step_residuals
 from loadtest.peers import Pairs, Server, compare, server_at, table
 from services.cli.launch import launched
@@ -25,6 +24,7 @@ from services.cli.tables import table_console
 from services.engine.card import ModelCard, read_card
 from services.engine.catalog import resolve
 from services.engine.limits import gemm_flops_per_s, read_bytes_per_s
+from services.engine.pool import layout_of
 from services.engine.runner import Dtype, Path, Runner, Slice, open_runner
 from services.errors import DiptychError, StartError
 
@@ -99,17 +99,17 @@ class Report:
         residuals = {"decode_residuals": self.decode_residuals(), "prefill_residuals": self.prefill_residuals()}
         return {**fields.pop("limits"), **fields, **residuals}
 
-    def decode_residuals(self) -> list[float]:
+    def decode_residuals(self) -> list[float | None]:
         """How far the fitted latency model is from each decode row; each path has a fit of its own."""
-        found: dict[str, Iterator[float]] = {}
+        found: dict[str, Iterator[float | None]] = {}
         for path in PATHS:
             rows = [(row.batch, row.context, row.ms) for row in self.decode if row.path == path]
             found[path] = iter(step_residuals(rows))
         return [next(found[row.path]) for row in self.decode]
 
-    def prefill_residuals(self) -> list[float]:
+    def prefill_residuals(self) -> list[float | None]:
         """Likewise of each prefill row."""
-        found: dict[str, Iterator[float]] = {}
+        found: dict[str, Iterator[float | None]] = {}
         for path in PATHS:
             rows = [(row.tokens, row.tokens / row.tok_s) for row in self.prefill if row.path == path]
             found[path] = iter(prefill_residuals(rows, self.chunk_tokens))
@@ -121,7 +121,7 @@ class Report:
         for name in ("path", "batch", "context", "ms", "× floor", "of GEMM rate", "fitted"):
             steps.add_column(name, justify="right")
         for row, residual in zip(self.decode, self.decode_residuals(), strict=True):
-            ratios = (f"{row.floor_ratio:.2f}", f"{row.gemm_ratio:.2f}", f"{residual:+.0%}")
+            ratios = (f"{row.floor_ratio:.2f}", f"{row.gemm_ratio:.2f}", "" if residual is None else f"{residual:+.0%}")
             steps.add_row(row.path, str(row.batch), f"{row.context:,}", f"{row.ms:.1f}", *ratios)
         memory = ", ".join(f"{path} {mib:.0f} MiB" for path, mib in self.rss_mib.items())
         rate = f"{self.limits.gemm_gflops:.0f} GFLOP/s"
@@ -129,7 +129,7 @@ class Report:
         for name in ("path", "tokens", "tokens/s", "of GEMM rate", "fitted"):
             prompts.add_column(name, justify="right")
         for prompt, residual in zip(self.prefill, self.prefill_residuals(), strict=True):
-            ratios = (f"{prompt.tok_s:.0f}", f"{prompt.gemm_ratio:.2f}", f"{residual:+.0%}")
+            ratios = (f"{prompt.tok_s:.0f}", f"{prompt.gemm_ratio:.2f}", "" if residual is None else f"{residual:+.0%}")
             prompts.add_row(prompt.path, f"{prompt.tokens:,}", *ratios)
         return steps, prompts
 
@@ -138,14 +138,7 @@ class Bench:
     """One runner over an arena that holds the largest shape."""
 
     def __init__(self, card: ModelCard, path: Path, dtype: Dtype, limits: Limits, tokens: int, device: str) -> None:
-        layout = KvLayout(
-            model=card.fingerprint,
-            dtype=dtype,
-            layers=card.layers,
-            kv_heads=card.kv_heads,
-            head_dim=card.head_dim,
-            block_tokens=BLOCK_TOKENS,
-        )
+        layout = layout_of(card, dtype, BLOCK_TOKENS)
         self._blocks = -(-tokens // BLOCK_TOKENS) + 1
         arena = Arena(layout, self._blocks, device)
         self._limits, self._card, self._path = limits, card, path

@@ -7,10 +7,23 @@ from typing import Protocol
 import torch
 from torch.utils.dlpack import from_dlpack
 
+from kvtransfer.layout import DType, KvLayout
 from services.engine.card import ModelCard
 from services.engine.errors import EngineError
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def layout_of(card: ModelCard, dtype: DType, block_tokens: int) -> KvLayout:
+    """The layout of a whole model's KV in blocks of that many tokens."""
+    return KvLayout(
+        model=card.fingerprint,
+        dtype=dtype,
+        layers=card.layers,
+        kv_heads=card.kv_heads,
+        head_dim=card.head_dim,
+        block_tokens=block_tokens,
+    )
 
 
 class DeviceArray(Protocol):

@@ -26,6 +26,7 @@ from services.config import WorkerConfig
 from services.engine.card import ModelCard, read_card
 from services.engine.catalog import resolve
 from services.engine.errors import EngineError
+from services.engine.pool import layout_of
 from services.engine.prefix import PrefixCache
 from services.engine.runner import open_runner
 from services.errors import StartError
@@ -150,14 +151,7 @@ async def _equip(config: WorkerConfig, identity: Identity, stack: contextlib.Asy
         card = read_card(files.path, files.name)
     except EngineError as error:
         raise StartError(str(error)) from None
-    layout = KvLayout(
-        model=card.fingerprint,
-        dtype=dtype,
-        layers=card.layers,
-        kv_heads=card.kv_heads,
-        head_dim=card.head_dim,
-        block_tokens=config.block_tokens,
-    )
+    layout = layout_of(card, dtype, config.block_tokens)
     blocks = (config.kv_mib << 20) // layout.block_bytes
     if blocks < 1:
         raise StartError(f"kv-mib: {config.kv_mib} MiB hold no block of {layout.block_bytes} bytes")

@@ -23,6 +23,7 @@ from services.engine.flashinfer import PagedDecode, library
 from services.engine.generic import GenericRunner
 from services.engine.model import load
 from services.engine.plan import Singles
+from services.engine.pool import layout_of
 from services.engine.sequence import TokenSequence
 
 pytestmark = [
@@ -55,14 +56,7 @@ def test_gather_and_scatter_do_on_the_gpu_what_they_do_on_the_cpu(tokens: int) -
 def test_greedy_tokens_on_the_gpu_equal_generate(tmp_path: Path, architecture: str) -> None:
     folder = make_tiny(architecture, tmp_path / architecture)
     card = read_card(folder, architecture)
-    layout = KvLayout(
-        model="m",
-        dtype="fp32",
-        layers=card.layers,
-        kv_heads=card.kv_heads,
-        head_dim=card.head_dim,
-        block_tokens=BLOCK_TOKENS,
-    )
+    layout = layout_of(card, "fp32", BLOCK_TOKENS)
     runner = GenericRunner(load(card, dtype="fp32", device="cuda:0"), Arena(layout, BLOCKS, "cuda:0").array)
     prompt = [5 + i % 300 for i in range(TOKENS)]
     sequence = TokenSequence(token_ids=list(prompt))

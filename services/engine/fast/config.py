@@ -34,11 +34,6 @@ class LlamaConfig:
     tied: bool  # the embedding is the LM head
     frequencies: torch.Tensor  # (head_dim / 2,) float32, radians a position
 
-    @property
-    def qkv_rows(self) -> int:
-        """Rows of the merged query, key and value weight."""
-        return (self.heads + 2 * self.kv_heads) * self.head_dim
-
 
 def read_config(folder: Path) -> LlamaConfig | None:
     """The configuration in `folder`; None when the model is not certainly Llama-shaped."""
