@@ -109,7 +109,7 @@ def load(card: ModelCard, *, dtype: Dtype = "bf16", device: str = "cpu") -> Load
         dtype=dtype,
         compute_dtype=compute_dtype,
         device=place,
-        kernels=found if found and card.head_dim % found.head_multiple == 0 else None,
+        kernels=found if found and card.head_dim % found.pair == 0 else None,
         weight_bytes=weight_bytes,
     )
     _probe(model)

@@ -4,6 +4,9 @@ x = embedding[tokens]
 each layer:  x += output · attention(rotate(qkv · norm(x)))          keys and values go to the blocks on the way
              x += down · (silu(gate · norm(x)) ⊙ (up · norm(x)))
 logits = head · norm(x)                                              of the rows that want them
+
+A step in which every sequence has one new token goes through the layers in one native call: at the pace of the memory
+there is no time for Python between two products, and the other threads can have the interpreter meanwhile.
 """
 
 from __future__ import annotations
@@ -12,13 +15,12 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
-from torch.nn import functional
 
 from services.engine.attention import KvBatch, attend
 from services.engine.card import ModelCard
 from services.engine.fast.config import LlamaConfig, read_config
 from services.engine.fast.weights import LayerWeights, LlamaWeights, read_weights
-from services.engine.native.kernels import Kernels, kernels
+from services.engine.native.kernels import Kernels, LayerTable, kernels
 from services.engine.native.linear import Linear
 from services.engine.plan import Slice, StepPlan, plan_step
 from services.engine.pool import DeviceArray, KvPool
@@ -34,9 +36,9 @@ def open_fast(card: ModelCard, *, dtype: str, device: str, array: DeviceArray) -
     if config is None:
         return None
     found = kernels()
-    if found is None or config.head_dim % found.head_multiple:
+    if found is None or config.head_dim % found.pair:
         return None
-    weights = read_weights(card.path, config, _DTYPES[dtype])
+    weights = read_weights(card.path, config, _DTYPES[dtype], found.pair)
     return None if weights is None else FastRunner(card, config, weights, found, array)
 
 
@@ -50,9 +52,9 @@ class FastRunner:
     ) -> None:
         self._card, self._config, self._weights, self._kernels = card, config, weights, found
         self._pool = KvPool(array, card)
-        first = weights.layers[0]
-        self._linear = Linear(found, [first.qkv, first.output, first.gate_up, first.down, weights.head])
+        self._linear = Linear(found)
         self._scale = config.head_dim**-0.5
+        self._table = self._layer_table()
 
     @property
     def card(self) -> ModelCard:
@@ -78,11 +80,35 @@ class FastRunner:
         batch = KvBatch.of(plan, self._pool, torch.float32, self._kernels)
         angles = torch.outer(torch.from_numpy(plan.positions).float(), self._config.frequencies)
         cosine, sine = angles.cos(), angles.sin()
-        x = self._weights.embedding[torch.from_numpy(plan.token_ids)].float()
-        for index, layer in enumerate(self._weights.layers):
-            self._attend(x, index, layer, batch, cosine, sine)
-            self._feed_forward(x, layer)
+        x = self._weights.embedding.rows(torch.from_numpy(plan.token_ids)).contiguous()
+        if singles := None if plan.chunks else batch.singles:
+            self._kernels.layers(
+                x, self._table, cosine, sine, batch.write_slots, singles.tables, singles.starts, singles.lengths
+            )
+        else:
+            for index, layer in enumerate(self._weights.layers):
+                self._attend(x, index, layer, batch, cosine, sine)
+                self._feed_forward(x, layer)
         return self._logits(x, plan)
+
+    def _layer_table(self) -> LayerTable:
+        c = self._config
+        rows: list[LayerTable.Row] = [
+            (w.input_norm, w.qkv, w.qkv_bias, w.query_norm, w.key_norm, w.output, w.output_bias, w.mlp_norm, w.gate_up,
+             w.down, *self._pool.layer(index))
+            for index, w in enumerate(self._weights.layers)
+        ]  # fmt: skip
+        return LayerTable(
+            rows,
+            dtype=self._weights.head.dtype,
+            heads=c.heads,
+            kv_heads=c.kv_heads,
+            dim=c.head_dim,
+            inner=c.intermediate,
+            block_tokens=self._pool.block_tokens,
+            epsilon=c.epsilon,
+            scale=self._scale,
+        )
 
     def _attend(
         self,
@@ -106,8 +132,10 @@ class FastRunner:
         self._linear.add(x, attended.flatten(1), layer.output, layer.output_bias)
 
     def _feed_forward(self, x: torch.Tensor, layer: LayerWeights) -> None:
-        gate, up = self._linear(self._normed(x, layer.mlp_norm), layer.gate_up).chunk(2, dim=1)
-        self._linear.add(x, functional.silu(gate).mul_(up), layer.down)
+        gate_up = self._linear(self._normed(x, layer.mlp_norm), layer.gate_up)
+        gated = torch.empty((len(x), layer.down.shape[1]))
+        self._kernels.silu_gate(gate_up, gated)
+        self._linear.add(x, gated, layer.down)
 
     def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(x)

@@ -15,6 +15,7 @@ from safetensors import safe_open
 
 from services.engine.fast.config import LlamaConfig
 from services.engine.native.memory import Stretch
+from services.engine.native.packed import PackedMatrix
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,25 +23,25 @@ class LayerWeights:
     """One layer. Matrices (out, in) in the weights' dtype; norms and biases float32; None where the model has none."""
 
     input_norm: torch.Tensor
-    qkv: torch.Tensor
+    qkv: PackedMatrix
     qkv_bias: torch.Tensor | None
     query_norm: torch.Tensor | None
     key_norm: torch.Tensor | None
-    output: torch.Tensor
+    output: PackedMatrix
     output_bias: torch.Tensor | None
     mlp_norm: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: PackedMatrix
+    down: PackedMatrix
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LlamaWeights:
     """The whole model."""
 
-    embedding: torch.Tensor  # (vocab, hidden)
+    embedding: PackedMatrix  # (vocab, hidden)
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor
-    head: torch.Tensor  # (vocab, hidden); the embedding itself when tied
+    head: PackedMatrix  # (vocab, hidden); the embedding itself when tied
 
     @property
     def bytes(self) -> int:
@@ -49,16 +50,18 @@ class LlamaWeights:
         return sum(each.nbytes for each in (*matrices, self.head))
 
 
-def read_weights(folder: Path, config: LlamaConfig, dtype: torch.dtype) -> LlamaWeights | None:
-    """Reads the safetensors of `folder`. None when a tensor is missing, has another shape, or has no place here: the
-    model is not what its configuration made it look like.
+def read_weights(folder: Path, config: LlamaConfig, dtype: torch.dtype, pair: int) -> LlamaWeights | None:
+    """Reads the safetensors of `folder` into matrices packed for `pair` outputs side by side.
+
+    None when a tensor is missing, has another shape, or has no place here: the model is not what its configuration made
+    it look like.
     """
     with ExitStack() as stack:
         files = [stack.enter_context(safe_open(file, "pt")) for file in sorted(folder.glob("*.safetensors"))]
         tensors = {name: file.get_tensor(name) for file in files for name in file.keys()}  # noqa: SIM118  mapped, not read
         if config.tied:
             tensors.pop("lm_head.weight", None)
-        reader = _Reader(tensors, config, dtype)
+        reader = _Reader(tensors, config, dtype, pair)
         weights = reader.read()
     return weights if not reader.wrong and not tensors else None
 
@@ -66,9 +69,10 @@ def read_weights(folder: Path, config: LlamaConfig, dtype: torch.dtype) -> Llama
 class _Reader:
     """Takes tensors out of a file's table, one by one, into their places."""
 
-    def __init__(self, tensors: dict[str, torch.Tensor], config: LlamaConfig, dtype: torch.dtype) -> None:
+    def __init__(self, tensors: dict[str, torch.Tensor], config: LlamaConfig, dtype: torch.dtype, pair: int) -> None:
         self._tensors, self._config, self._dtype = tensors, config, dtype
-        self._stretch = Stretch(sum(tensor.numel() for tensor in tensors.values()), dtype)
+        shapes = ((tensor.shape[0], tensor.shape[1]) for tensor in tensors.values() if tensor.dim() == 2)
+        self._stretch = Stretch(shapes, dtype, pair)
         self.wrong: list[str] = []
 
     def read(self) -> LlamaWeights:
@@ -95,14 +99,14 @@ class _Reader:
             down=self._matrix({f"{at}mlp.down_proj.weight": c.hidden}, c.intermediate),
         )
 
-    def _matrix(self, parts: Mapping[str, int], columns: int) -> torch.Tensor:
+    def _matrix(self, parts: Mapping[str, int], columns: int) -> PackedMatrix:
         """The named matrices (rows, columns), one below the other."""
         merged = self._stretch.take(sum(parts.values()), columns)
         row = 0
         for name, rows in parts.items():
             part = self._take(name, (rows, columns))
             if part is not None:
-                merged[row : row + rows].copy_(part)
+                merged.write(row, part)
             row += rows
         return merged
 

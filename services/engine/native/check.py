@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from services.engine.native.packed import PackedMatrix
+
 if TYPE_CHECKING:
     from services.engine.native.kernels import Kernels
 
@@ -24,9 +26,12 @@ def disagreement(kernels: Kernels) -> str | None:
         ):
             if not difference <= _TOLERANCE:  # NaN is a disagreement, too
                 return f"{name} of {dtype} by {difference:.2g}"
-    difference = _rms_norm(kernels, generator)
-    if not difference <= _TOLERANCE:
-        return f"rms_norm by {difference:.2g}"
+    for name, difference in (
+        ("rms_norm", _rms_norm(kernels, generator)),
+        ("silu_gate", _silu_gate(kernels, generator)),
+    ):
+        if not difference <= _TOLERANCE:
+            return f"{name} by {difference:.2g}"
     return None
 
 
@@ -37,18 +42,18 @@ def _difference(got: torch.Tensor, expected: torch.Tensor) -> float:
 def _linear(kernels: Kernels, dtype: torch.dtype, generator: torch.Generator) -> float:
     worst = 0.0
     for rows in (1, 6, 7, 11):
-        x, bias = torch.randn(rows, 149, generator=generator), torch.randn(9, generator=generator)
-        weight = torch.randn(9, 149, generator=generator).to(dtype)
-        out = torch.randn(rows, 9, generator=generator)
+        x, bias = torch.randn(rows, 149, generator=generator), torch.randn(69, generator=generator)
+        weight = torch.randn(69, 149, generator=generator).to(dtype)
+        out = torch.randn(rows, 69, generator=generator)
         expected = out.double() + x.double() @ weight.double().T + bias.double()
-        kernels.linear(x, weight, bias, out, add=True)
+        kernels.linear(x, PackedMatrix.of(weight, kernels.pair), bias, out, add=True)
         worst = max(worst, _difference(out, expected))
     return worst
 
 
 def _attend(kernels: Kernels, dtype: torch.dtype, generator: torch.Generator) -> float:
     """Two sequences of 1 and 21 tokens, 6 heads over 2, blocks of 4 tokens in no order."""
-    dim = 2 * kernels.head_multiple
+    dim = 2 * kernels.pair
     keys, values = torch.randn(2, 9, 4, 2, dim, generator=generator).to(dtype)
     query = torch.randn(2, 6, dim, generator=generator)
     tables, starts, lengths = torch.tensor([8, 5, 0, 1, 2, 7, 3]), torch.tensor([0, 1]), torch.tensor([1, 21])
@@ -89,3 +94,10 @@ def _rms_norm(kernels: Kernels, generator: torch.Generator) -> float:
     expected = wide / (wide.square().mean(dim=2, keepdim=True) + 0.1).sqrt() * weight.double()
     kernels.rms_norm(x, weight, 0.1, x, groups=2)
     return _difference(x.view(3, 2, 37), expected)
+
+
+def _silu_gate(kernels: Kernels, generator: torch.Generator) -> float:
+    x, out = torch.randn(3, 2 * 37, generator=generator) * 20, torch.empty(3, 37)
+    gate, up = x.double().chunk(2, dim=1)
+    kernels.silu_gate(x, out)
+    return _difference(out, gate * gate.sigmoid() * up)

@@ -3,6 +3,7 @@
 // bits); everything else is float, and all arithmetic is float. A vector `vf` holds LANES floats, as wide as the machine
 // has them; the compiler knows how to add and multiply those.
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <vector>
@@ -19,31 +20,21 @@ static inline vf load(const float *at) { return *(const vf_any *)at; }
 static inline void store(float *at, vf value) { *(vf_any *)at = value; }
 static inline vf same(float value) { return value - vf{}; }
 
-static inline float sum(vf value) {
-    for (int half = LANES / 2; half; half /= 2) {
-        vi other;
-        for (int i = 0; i < LANES; i++) other[i] = i ^ half;
-        value += __builtin_shuffle(value, other);
-    }
-    return value[0];
-}
+static inline float sum(vf value) { float total = 0; for (int i = 0; i < LANES; i++) total += value[i]; return total; }
 
 union Bits { float value; uint32_t bits; };
-// The sums of LANES vectors, as one. Each round halves their number: lane l adds two lanes of the first vector of a pair
-// where l's bit `half` is clear, and two of the second where it is set.
-static inline vf sums_of(vf *vectors) {
-    for (int half = LANES / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) {
-            vi low, high;
-            for (int l = 0; l < LANES; l++) low[l] = (l & ~half) + (l & half ? LANES : 0), high[l] = low[l] + half;
-            vf a = vectors[i], b = vectors[i + half];
-            vectors[i] = __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high);
-        }
+// The sums of 2 · HALF vectors of as many lanes, as one vector. A round halves their number: lane l adds two lanes of the
+// first vector of a pair where l's bit HALF is clear, and two of the second where it is set.
+template <int HALF> static inline vf sums_of(vf *vectors) {
+    vi low, high;
+    for (int l = 0; l < LANES; l++) low[l] = (l & ~HALF) + (l & HALF ? LANES : 0), high[l] = low[l] + HALF;
+    for (int i = 0; i < HALF; i++) {
+        vf a = vectors[i], b = vectors[i + HALF];
+        vectors[i] = __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high);
+    }
+    if constexpr (HALF > 1) return sums_of<HALF / 2>(vectors);
     return vectors[0];
 }
-
-static inline float widen(float value) { return value; }
-static inline float widen(bf16 value) { return Bits{.bits = (uint32_t)value << 16}.value; }
 
 // PAIR values from memory are two vectors. Of bf16, the first has the values with even index and the second the odd
 // ones: that costs a shift and a mask, where the natural order would cost two shuffles. `pack` orders the other
@@ -54,9 +45,14 @@ static inline vf first_of(const bf16 *at) { return (vf)(*(const vu_any *)at << 1
 static inline vf second_of(const bf16 *at) { return (vf)(*(const vu_any *)at & 0xffff0000u); }
 
 template <class T> static int packed_index(int i) { return sizeof(T) == 4 ? i : i / PAIR * PAIR + i % 2 * LANES + i % PAIR / 2; }
-template <class T> static void pack(const float *from, float *to, int n, float factor = 1) {
-    int whole = n / PAIR * PAIR;
-    for (int i = 0; i < n; i++) to[i < whole ? packed_index<T>(i) : i] = from[i] * factor;
+template <class T> static void pack(const float *from, float *to, int n, float factor) {
+    for (int i = 0; i < n; i++) to[packed_index<T>(i)] = from[i] * factor;
+}
+template <class T> static void widen(const T *from, float *to, size_t n) {  // to floats in packed order
+    for (size_t i = 0; i < n; i += PAIR) {
+        __builtin_prefetch(from + i + n);  // as much again is probably next
+        store(to + i, first_of(from + i)), store(to + i + LANES, second_of(from + i));
+    }
 }
 
 static inline void narrow(float value, float *to) { *to = value; }
@@ -77,87 +73,74 @@ static inline vf exp_not_positive(vf x) {
 }
 
 static float *scratch(int which, size_t floats) {  // aligned for `vf`: a load over two cache lines costs two
-    static thread_local std::vector<vf> kept[4];
+    static thread_local std::vector<vf> kept[9];
     if (kept[which].size() * LANES < floats) kept[which].resize(floats / LANES + 1);
     return (float *)kept[which].data();
 }
 
-// N rows of weights against R packed rows of x, with N · R · S sums in registers. `ahead` is what the memory shall bring
-// meanwhile: as many bytes as the N rows have, one linear stream.
-template <class W, int N, int R, int S>
-static void tile(const float *x, const W *w, const char *ahead, const float *bias, float *out, int n, int k, bool add) {
-    vf sums[N][R][S] = {};
-    int i = 0;
-    for (; i + PAIR <= k; i += PAIR) {
-        __builtin_prefetch(ahead + (size_t)i * N * sizeof(W));
-        auto multiply = [&](int s, int shift, auto half_of) {
-            vf weight[N];
-            for (int j = 0; j < N; j++) weight[j] = half_of(w + (size_t)j * k + i);
-            for (int r = 0; r < R; r++) {
-                vf value = load(x + (size_t)r * k + i + shift);
-#ifdef __x86_64__
-                asm("" : "+x"(value));  // in a register, where the compiler would load it again for each use
-#endif
-                for (int j = 0; j < N; j++) sums[j][r][s] += weight[j] * value;
-            }
-        };
-        multiply(0, 0, [](const W *at) { return first_of(at); });
-        multiply(S - 1, LANES, [](const W *at) { return second_of(at); });
+// R rows of x against PAIR outputs of a product, out[R, PAIR] = x[R, k] · w[k, PAIR] + bias[PAIR], added to what is there
+// when `add`: all 2 · R sums stay in registers, and each is added up in the same order whatever R is. Rows lie `x_row`,
+// `w_row` and `out_row` values apart. From `ahead` on, the memory shall bring `pace` bytes for each of the k meanwhile.
+template <class W, int R>
+static void tile(const float *x, size_t x_row, const W *w, size_t w_row, const char *ahead, int pace, const float *bias,
+                 float *out, size_t out_row, int k, bool add) {
+    vf sums[R][2] = {};
+    for (int i = 0; i < k; i++, w += w_row, ahead += pace) {
+        __builtin_prefetch(ahead);
+        vf first = first_of(w), second = second_of(w);
+        for (int r = 0; r < R; r++) {
+            vf value = same(x[r * x_row + i]);
+            sums[r][0] += first * value;
+            sums[r][1] += second * value;
+        }
     }
-    constexpr int ROUNDED = (N * R + LANES - 1) / LANES * LANES;
-    vf vectors[ROUNDED] = {};
-    float totals[ROUNDED];
-    for (int j = 0; j < N; j++)
-        for (int r = 0; r < R; r++) vectors[r * N + j] = S == 2 ? sums[j][r][0] + sums[j][r][1] : sums[j][r][0];
-    for (int at = 0; at < ROUNDED && R > 3; at += LANES) store(totals + at, sums_of(vectors + at));
     for (int r = 0; r < R; r++)
-        for (int j = 0; j < N; j++) {
-            float total = R > 3 ? totals[r * N + j] : sum(vectors[r * N + j]);
-            for (int t = i; t < k; t++) total += widen(w[(size_t)j * k + t]) * x[(size_t)r * k + t];
-            float *to = out + (size_t)r * n + j;
-            *to = total + (bias ? bias[j] : 0) + (add ? *to : 0);
+        for (int half = 0; half < 2; half++) {
+            float *to = out + r * out_row + half * LANES;
+            vf total = bias ? sums[r][half] + load(bias + half * LANES) : sums[r][half];
+            store(to, add ? total + load(to) : total);
         }
 }
+constexpr int MOST = 6;
+template <class W> constexpr auto tiles = std::array{tile<W, 1>, tile<W, 2>, tile<W, 3>, tile<W, 4>, tile<W, 5>, tile<W, 6>};
 
-// `count` rows of weights against R packed rows of x. Few rows of x: the memory decides, and one row of weights at a
-// time is the stream that it likes best. More: two at a time halve the loads of x.
-template <class W, int R>
-static void strip(const float *x, const W *w, size_t ahead, const float *bias, float *out, int count, int n, int k, bool add) {
-    constexpr int N = R > 3 ? 2 : 1;
-    int j = 0;
-    for (; j + N <= count; j += N, w += (size_t)N * k, out += N, bias += bias ? N : 0)
-        tile<W, N, R, 3 - N>(x, w, (const char *)w + ahead, bias, out, n, k, add);
-    if (j < count) tile<W, 1, R, 1>(x, w, (const char *)w + ahead, bias, out, n, k, add);
-}
-
-// out[rows, n] = x[rows, k] · w[n, k]ᵀ + bias[n], added to what is there when `add`. The weights are read from memory
-// once, as one linear stream: a panel of their rows meets all rows of x in the first-level cache while the next comes.
-constexpr int MOST = 6, PANEL_BYTES = 8192;
+// out[rows, n] = x[rows, k] · w + bias[n], added to what is there when `add`. w[n / PAIR, k, PAIR] are the weights of
+// PAIR outputs side by side (the last ones padded), so that a vector of them meets one value of x and no sum is left to
+// be taken over a vector. They are read from memory once, as one linear stream: while all rows of x meet a panel in the
+// cache, the next one comes; and for few rows, whose pace is the memory's, what is AHEAD.
+constexpr int AHEAD_BYTES = 8192;
 template <class W>
 static void linear(const float *x, const W *w, const float *bias, float *out, int rows, int n, int k, int add) {
-    using Strip = void (*)(const float *, const W *, size_t, const float *, float *, int, int, int, bool);
-    static constexpr Strip strips[MOST + 1] = {nullptr, strip<W, 1>, strip<W, 2>, strip<W, 3>, strip<W, 4>, strip<W, 5>, strip<W, 6>};
-    float *packed = scratch(0, (size_t)rows * k);
-    for (int r = 0; r < rows; r++) pack<W>(x + (size_t)r * k, packed + (size_t)r * k, k);
-    int panel = std::max(2, PANEL_BYTES / (k * (int)sizeof(W)) & ~1);
+    size_t panel = (size_t)PAIR * k;
     int blocks = (rows + MOST - 1) / MOST;
-    for (int j = 0; j < n; j += panel)
+    float *edge = scratch(0, MOST * PAIR);
+    for (int j = 0; j < n; j += PAIR, w += panel)
         for (int block = 0; block < blocks; block++) {
-            int r = rows * block / blocks, end = rows * (block + 1) / blocks;  // of nearly the same size
-            strips[end - r](packed + (size_t)r * k, w + (size_t)j * k, r ? 0 : (size_t)panel * k * sizeof(W), bias ? bias + j : nullptr,
-                            out + (size_t)r * n + j, n - j < panel ? n - j : panel, n, k, add);
+            int r = (int64_t)rows * block / blocks, end = (int64_t)rows * (block + 1) / blocks;  // of nearly the same size
+            size_t ahead = blocks == 1 ? AHEAD_BYTES : panel * sizeof(W) * (blocks + block) / blocks;
+            int pace = (PAIR * sizeof(W) + blocks - 1) / blocks, whole = std::min(PAIR, n - j);
+            float *to = out + (size_t)r * n + j;
+            auto run = tiles<W>[end - r - 1];
+            if (whole == PAIR) {
+                run(x + (size_t)r * k, k, w, PAIR, (const char *)w + ahead, pace, bias ? bias + j : nullptr, to, n, k, add);
+                continue;
+            }
+            run(x + (size_t)r * k, k, w, PAIR, (const char *)w, 0, nullptr, edge, PAIR, k, false);
+            for (int i = 0; i < (end - r) * whole; i++) {
+                float *at = to + (size_t)(i / whole) * n + i % whole;
+                *at = edge[i / whole * PAIR + i % whole] + (bias ? bias[j + i % whole] : 0) + (add ? *at : 0);
+            }
         }
 }
 
-// scores[C] = query · keys[C, dim] for C tokens, `token` values apart; the query is packed.
-template <class T, int C> static void dot_tokens(const float *query, const T *key, size_t token, float *scores, int dim) {
+// scores[C] = query · keys[C, dim] for C tokens, `token` values apart; both are packed.
+template <int C> static void dot_tokens(const float *query, const float *key, size_t token, float *scores, int dim) {
     vf sums[LANES] = {};
-    for (int i = 0; i < dim; i += PAIR) {
-        vf even = load(query + i), odd = load(query + i + LANES);
-        for (int j = 0; j < C; j++) sums[j] += first_of(key + j * token + i) * even;
-        for (int j = 0; j < C; j++) sums[j] += second_of(key + j * token + i) * odd;
+    for (int i = 0; i < dim; i += LANES) {
+        vf value = load(query + i);
+        for (int j = 0; j < C; j++) sums[j] += load(key + j * token + i) * value;
     }
-    vf totals = sums_of(sums);
+    vf totals = sums_of<LANES / 2>(sums);
     for (int j = 0; j < C; j++) scores[j] = totals[j];
 }
 
@@ -176,29 +159,6 @@ static float soften(float *scores, int n) {
     return sum(total);
 }
 
-// out[group, dim] += weights[group, C] · values[C, dim] for C tokens, `token` values apart. Packed results: each is read
-// and written once for C products.
-template <class T, int C>
-static void add_tokens(float *out, const float *weights, size_t stride, const T *v, size_t token, int group, int dim) {
-    for (int i = 0; i < dim; i += PAIR) {
-        vf even[C], odd[C];
-        for (int j = 0; j < C; j++) even[j] = first_of(v + j * token + i), odd[j] = second_of(v + j * token + i);
-        for (int g = 0; g < group; g++) {
-            float *to = out + g * dim + i;
-            vf first = load(to), second = load(to + LANES);
-            for (int j = 0; j < C; j++) first += even[j] * weights[g * stride + j];
-            for (int j = 0; j < C; j++) second += odd[j] * weights[g * stride + j];
-            store(to, first);
-            store(to + LANES, second);
-        }
-    }
-}
-
-// Asks the memory for what probably comes next: heads are read one after the other, which is no stream that it sees.
-template <class T> static void fetch(const T *from, size_t count) {
-    for (size_t i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(from + i, 0, 2);
-}
-
 // Attention of one query token of each of `rows` sequences over keys and values [blocks, block_tokens, kv_heads, dim].
 // q[rows, heads, dim] with `q_stride` floats between rows; out[rows, heads, dim], dense. A sequence's blocks are
 // tables[starts[row]] …; its token sees positions [max(0, length − window), length); window 0: all of them.
@@ -208,7 +168,8 @@ static void attend(const float *q, int64_t q_stride, const T *keys, const T *val
                    int block_tokens, int64_t window, float scale) {
     int group = heads / kv_heads;
     size_t token = (size_t)kv_heads * dim;
-    float *query = scratch(0, (size_t)heads * dim), *result = scratch(1, (size_t)heads * dim), *sums = scratch(3, heads);
+    float *query = scratch(0, (size_t)heads * dim), *result = scratch(1, (size_t)heads * dim);
+    float *wide = scratch(3, block_tokens * token + heads), *sums = wide + block_tokens * token;
     for (int r = 0; r < rows; r++) {
         int64_t end = lengths[r], begin = window && end > window ? end - window : 0;
         const int64_t *table = tables + starts[r];
@@ -222,25 +183,24 @@ static void attend(const float *q, int64_t q_stride, const T *keys, const T *val
             }
         };
         each_run([&](int64_t first, int64_t count, size_t where) {
-            fetch(keys + where + count * token, count * token);
+            widen<T>(keys + where, wide, count * token);
             for (int h = 0; h < heads; h++) {
-                const T *key = keys + where + h / group * dim;
-                float *to = scores + h * stride + first, *q_h = query + h * dim;
+                float *to = scores + h * stride + first, *key = wide + h / group * dim;
                 int64_t i = 0;
-                for (; i + LANES <= count; i += LANES) dot_tokens<T, LANES>(q_h, key + i * token, token, to + i, dim);
-                for (; i < count; i++) dot_tokens<T, 1>(q_h, key + i * token, token, to + i, dim);
+                for (; i + LANES <= count; i += LANES) dot_tokens<LANES>(query + h * dim, key + i * token, token, to + i, dim);
+                for (; i < count; i++) dot_tokens<1>(query + h * dim, key + i * token, token, to + i, dim);
             }
         });
         for (int h = 0; h < heads; h++) sums[h] = soften(scores + h * stride, (int)(end - begin));
         std::fill(result, result + heads * dim, 0.0f);
         each_run([&](int64_t first, int64_t count, size_t where) {
-            fetch(values + where + count * token, count * token);
-            for (int h = 0; h < kv_heads; h++) {
-                const T *value = values + where + h * dim;
-                float *to = result + h * group * dim, *weights = scores + h * group * stride + first;
-                int64_t i = 0;
-                for (; i + 4 <= count; i += 4) add_tokens<T, 4>(to, weights + i, stride, value + i * token, token, group, dim);
-                for (; i < count; i++) add_tokens<T, 1>(to, weights + i, stride, value + i * token, token, group, dim);
+            for (int h = 0, many; h < heads; h += many) {
+                many = std::min(MOST, group - h % group);  // heads that share a KV head
+                for (int i = h / group * dim, last = i + dim, to = h * dim; i < last; i += PAIR, to += PAIR) {
+                    const char *next = (const char *)(values + where + count * (token + i));  // as much again, in as many parts
+                    tiles<T>[many - 1](scores + h * stride + first, stride, values + where + i, token, next, PAIR * sizeof(T),
+                                       nullptr, result + to, dim, (int)count, true);
+                }
             }
         });
         for (int h = 0; h < heads; h++)
@@ -287,13 +247,53 @@ static void norm(const float *x, const float *weight, float *out, int rows, int6
         }
 }
 
+// out[rows, n] = silu(x[rows, :n]) · x[rows, n:], where silu(g) = g / (1 + exp(−g)). n is at least LANES: the last vector
+// may overlap the one before.
+static void gate(const float *x, float *out, int rows, int n) {
+    for (int r = 0; r < rows; r++, x += 2 * n, out += n)
+        for (int i = 0; i < n; i += LANES) {
+            int at = std::min(i, n - LANES);
+            vf g = load(x + at), small = exp_not_positive(g < 0 ? g : -g);
+            store(out + at, (g < 0 ? g * small : g) / (small + 1.0f) * load(x + n + at));
+        }
+}
+
+// Where the weights and the KV of a layer are; those that a model does not have are null.
+struct Layer {
+    const float *input_norm; const void *qkv; const float *qkv_bias, *query_norm, *key_norm;
+    const void *output; const float *output_bias, *mlp_norm; const void *gate_up, *down; void *keys, *values;
+};
+
+// All layers of a step in which each of `rows` sequences has one new token, x[rows, hidden], in one call: what happens
+// between the products would take longer than they do, were each of them called from outside.
+template <class T>
+static void layers(float *x, const Layer *layer, const float *cosine, const float *sine, const int64_t *slots, const int64_t *tables,
+                   const int64_t *starts, const int64_t *lengths, int count, int rows, int hidden, int heads, int kv_heads, int dim,
+                   int inner, int block_tokens, float epsilon, float scale) {
+    int wide = (heads + 2 * kv_heads) * dim;
+    float *normed = scratch(4, (size_t)rows * hidden), *qkv = scratch(5, (size_t)rows * wide), *attended = scratch(6, (size_t)rows * heads * dim);
+    float *up = scratch(7, (size_t)rows * 2 * inner), *gated = scratch(8, (size_t)rows * inner);
+    for (const Layer *end = layer + count; layer < end; layer++) {
+        norm(x, layer->input_norm, normed, rows, hidden, hidden, 1, hidden, epsilon);
+        linear(normed, (const T *)layer->qkv, layer->qkv_bias, qkv, rows, wide, hidden, false);
+        if (layer->query_norm) norm(qkv, layer->query_norm, qkv, rows, wide, wide, heads, dim, epsilon);
+        if (layer->key_norm) norm(qkv + heads * dim, layer->key_norm, qkv + heads * dim, rows, wide, wide, kv_heads, dim, epsilon);
+        place(qkv, cosine, sine, slots, (T *)layer->keys, (T *)layer->values, rows, heads, kv_heads, dim);
+        attend(qkv, wide, (const T *)layer->keys, (const T *)layer->values, tables, starts, lengths, attended, rows, heads, kv_heads,
+               dim, block_tokens, 0, scale);
+        linear(attended, (const T *)layer->output, layer->output_bias, x, rows, hidden, heads * dim, true);
+        norm(x, layer->mlp_norm, normed, rows, hidden, hidden, 1, hidden, epsilon);
+        linear<T>(normed, (const T *)layer->gate_up, nullptr, up, rows, 2 * inner, hidden, false);
+        gate(up, gated, rows, inner);
+        linear<T>(gated, (const T *)layer->down, nullptr, x, rows, hidden, inner, true);
+    }
+}
+
 extern "C" {  // what is called from outside: pointers, because a template has no name there
 extern const int pair = PAIR;
-auto linear_f32 = linear<float>;
-auto linear_bf16 = linear<bf16>;
-auto attend_f32 = attend<float>;
-auto attend_bf16 = attend<bf16>;
-auto place_f32 = place<float>;
-auto place_bf16 = place<bf16>;
-auto rms_norm = norm;
+auto linear_f32 = linear<float>; auto linear_bf16 = linear<bf16>;
+auto attend_f32 = attend<float>; auto attend_bf16 = attend<bf16>;
+auto place_f32 = place<float>; auto place_bf16 = place<bf16>;
+auto layers_f32 = layers<float>; auto layers_bf16 = layers<bf16>;
+auto rms_norm = norm; auto silu_gate = gate;
 }

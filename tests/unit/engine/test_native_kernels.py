@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from services.engine.native import build
 from services.engine.native.check import disagreement
 from services.engine.native.kernels import Kernels, kernels
+from services.engine.native.packed import PackedMatrix
 
 BLOCK = 16
 DTYPES = (torch.float32, torch.bfloat16)
@@ -38,7 +39,7 @@ def close(got: torch.Tensor, expected: torch.Tensor) -> None:
 @settings(deadline=None, max_examples=60)
 @given(
     rows=st.integers(1, 20),
-    n=st.integers(1, 19),
+    n=st.integers(1, 70),
     k=st.integers(1, 200),
     dtype=st.sampled_from(DTYPES),
     biased=st.booleans(),
@@ -54,8 +55,38 @@ def test_a_product_is_that_of_float64(
     expected = (
         x.double() @ weight.double().T + (bias.double() if bias is not None else 0) + (out.double() if add else 0)
     )
-    found.linear(x, weight, bias, out, add=add)
+    found.linear(x, PackedMatrix.of(weight, found.pair), bias, out, add=add)
     assert float((out.double() - expected).abs().max()) < 1e-5 * k**0.5 * 10
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    rows=st.integers(1, 70),
+    n=st.integers(1, 70),
+    k=st.integers(1, 100),
+    dtype=st.sampled_from(DTYPES),
+    add=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_a_row_has_the_same_product_bit_by_bit_whatever_rows_come_with_it(
+    found: Kernels, rows: int, n: int, k: int, dtype: torch.dtype, add: bool, seed: int
+) -> None:
+    x, weight = random(rows, k, seed=seed), PackedMatrix.of(random(n, k, seed=seed + 1).to(dtype), found.pair)
+    together = random(rows, n, seed=seed + 2)
+    alone = together.clone()
+    found.linear(x, weight, None, together, add=add)
+    for row in range(rows):
+        found.linear(x[row : row + 1], weight, None, alone[row : row + 1], add=add)
+    assert torch.equal(together, alone)
+
+
+@settings(deadline=None, max_examples=60)
+@given(rows=st.integers(1, 4), n=st.integers(16, 70), scale=st.sampled_from((0.1, 3.0, 1e3)), seed=st.integers(0, 99))
+def test_a_gate_is_that_of_float64(found: Kernels, rows: int, n: int, scale: float, seed: int) -> None:
+    x, out = random(rows, 2 * n, seed=seed) * scale, torch.empty(rows, n)
+    gate, up = x.double().chunk(2, dim=1)
+    found.silu_gate(x, out)
+    close(out, gate * gate.sigmoid() * up)
 
 
 @settings(deadline=None, max_examples=60)
@@ -168,7 +199,7 @@ def test_a_source_that_does_not_compile_is_a_warning_with_the_compilers_first_li
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
-        ("float total = R > 3", "float total = 1.0001f + R > 3"),
+        ("sums[r][1] += second * value", "sums[r][1] += second * 1.0001f * value"),
         ("begin = window && end > window ? end - window : 0", "begin = 0"),
         ("head[i + half] = b * c[i] + a * s[i]", "head[i + half] = b * c[i] - a * s[i]"),
         ("sqrtf(total / n + epsilon)", "sqrtf(total / n)"),
