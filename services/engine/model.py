@@ -98,7 +98,13 @@ def load(card: ModelCard, *, dtype: Dtype = "bf16", device: str = "cpu") -> Load
             compute_dtype = torch.float32
     # Read in the precision asked for, which rounds the weights, and only then widened for the arithmetic.
     module = _read_module(card, _TORCH_DTYPES[dtype])  # from_pretrained leaves it in evaluation mode
-    weight_bytes = sum(each.weight.nbytes for each in module.modules() if isinstance(each, torch.nn.Linear))
+    weight_bytes = sum(
+        matrix.nbytes
+        for each in module.modules()
+        if not isinstance(each, torch.nn.Embedding)  # a step reads a row of it
+        for matrix in each.parameters(recurse=False)
+        if matrix.dim() == 2
+    )
     if found and dtype == "bf16":
         stream_linears(module, found, torch.bfloat16)
     torch.nn.Module.to(module, place, compute_dtype)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import make_tiny
+from tiny_models import VOCAB, make_tiny
 from transformers import AutoConfig
 
 from services.engine import model
@@ -47,6 +47,17 @@ def test_a_configuration_that_needs_more_than_paged_attention_is_refused(
     change: dict[str, object], reason: str
 ) -> None:
     assert reason in str(model._refusal(change))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "layer"),
+    [("gpt2", 4 * 64 * 64 + 2 * 64 * 256), ("llama", 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)],
+)
+def test_the_weights_that_a_step_reads_are_the_matrices_and_the_head_not_the_embedding(
+    architecture: str, layer: int, tmp_path: Path
+) -> None:
+    loaded = load(read_card(make_tiny(architecture, tmp_path), "m"), dtype="fp32")
+    assert loaded.weight_bytes == 4 * (3 * layer + VOCAB * 64)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma3_text", "gpt2", "opt", "mistral", "phi", "olmo2"])
