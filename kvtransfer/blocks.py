@@ -57,11 +57,12 @@ class BlockCounts:
 
 @dataclass(slots=True)
 class _Holding:
-    """An owner's blocks in the order of its sequence; `keys` name the content of the first ones."""
+    """An owner's blocks in the order of its sequence; `keys` name the content of the first ones, unless it is doubted."""
 
     state: BlockState
     blocks: list[int]
     keys: list[BlockKey] = field(default_factory=list)
+    doubted: bool = False
 
 
 class BlockPool:
@@ -118,15 +119,26 @@ class BlockPool:
 
     def register(self, owner: str, keys: Sequence[BlockKey]) -> None:
         """Names the content of the owner's next blocks, after those named already. They must be full, and nobody may
-        write to them again. ValueError: it has fewer blocks.
+        write to them again. Does nothing for an owner whose content is doubted. ValueError: it has fewer blocks.
         """
         holding = self._require(owner, BlockState.HELD)
+        if holding.doubted:
+            return
         first, end = len(holding.keys), len(holding.keys) + len(keys)
         if end > len(holding.blocks):
             raise ValueError(f"{end} blocks of {owner!r} cannot be registered, it has {len(holding.blocks)}")
         for block, key in zip(holding.blocks[first:end], keys, strict=True):
             self._contents.name(block, key)
         holding.keys.extend(keys)
+
+    def doubt_contents(self) -> None:
+        """Something wrong was found in a block, and nobody knows what it spoiled: no content that is known now, and
+        none that its owners still make from it, is shared any more.
+        """
+        self._empty.give(self._contents.clear())
+        for holding in self._holdings.values():
+            holding.keys.clear()
+            holding.doubted = True
 
     def lease(self, owner: str) -> None:
         """Moves the owner's held blocks to leased: kept only until a receiver has acknowledged them."""

@@ -64,3 +64,11 @@ class Contents:
         block, _ = self._idle.popitem(last=False)
         del self._block[self._key.pop(block)]
         return block
+
+    def clear(self) -> tuple[int, ...]:
+        """Forgets everything and returns the blocks that were idle."""
+        idle = tuple(self._idle)
+        self._idle.clear()
+        self._block.clear()
+        self._key.clear()
+        return idle

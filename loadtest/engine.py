@@ -222,6 +222,8 @@ def _against(url: str, model: str, dtype: Dtype, chunk_tokens: int, pairs: int, 
     try:
         flags = [f"--model={model}", f"--dtype={dtype}", f"--chunk-tokens={chunk_tokens}", "--prefill=0"]
         with launched([*flags, "--log-level=warning"]) as mesh:
+            cores = sorted(os.sched_getaffinity(0))
+            os.sched_setaffinity(0, cores[1:] or cores)  # the first one is for the engines
             server, results = asyncio.run(run(mesh.http))
     except (StartError, httpx.HTTPError) as error:
         raise click.ClickException(str(error) or type(error).__name__) from None

@@ -137,7 +137,8 @@ class DecodeCore:
             self._add_token(request, result, now_s)
 
     def fail(self, work: Sequence[Work], error: Exception) -> None:
-        """See StepCore."""
+        """See StepCore. A later request must not find in the cache what this one failed with."""
+        self.prefix.doubt()
         for item in work:
             self._fail(item.key, DiptychError(f"decode failed: {error}"))
 

@@ -62,6 +62,10 @@ class PrefixCache:
             self._pool.register(owner, self._keys(sequence, full)[sequence.registered :])
             sequence.registered = full
 
+    def doubt(self) -> None:
+        """The engine failed or computed what is no number: nothing that is here now is shared any more."""
+        self._pool.doubt_contents()
+
     def _match(self, sequence: TokenSequence) -> Sequence[BlockKey]:
         if not self._enabled:
             return ()

@@ -113,7 +113,8 @@ class PrefillCore:
                 self._finish(prompt, result.token_id, result.logprobs, now_s)
 
     def fail(self, work: Sequence[Work], error: Exception) -> None:
-        """See StepCore."""
+        """See StepCore. A later request must not find in the cache what this one failed with."""
+        self.prefix.doubt()
         for item in work:
             self._end(self._prompts[item.key], DiptychError(f"prefill failed: {error}"))
 

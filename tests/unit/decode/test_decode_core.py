@@ -419,6 +419,17 @@ def test_a_prompt_asked_again_is_computed_from_its_first_unknown_block_on() -> N
     assert [e.cached_tokens for e in events if isinstance(e, Began)] == [8]
 
 
+def test_after_a_failed_step_nothing_of_before_is_shared() -> None:
+    """KV that held a NaN stayed in the prefix cache, and failed every later request with the same beginning."""
+    c, model = core(chunk_tokens=4), Model()
+    c.apply(request("bad", 9), 0.0)
+    model.step(c)  # its first block is known by now
+    c.fail(c.plan(0.0), RuntimeError("not a number"))
+    c.take_events()
+    c.apply(request("good", 9), 0.0)
+    assert model.step(c) == [("good", 0, 4)]
+
+
 def test_a_conversation_goes_on_from_the_blocks_of_its_last_turn() -> None:
     c, model = core(chunk_tokens=100), Model()
     first = request("a", 9, max_new_tokens=8)

@@ -225,6 +225,24 @@ def test_draining_blocks_are_not_cached_before_they_are_drained():
     assert pool.counts().cached == 1
 
 
+def test_doubted_content_is_not_found_again_nor_what_its_owners_make_from_it():
+    pool = BlockPool(4)
+    pool.allocate(2, "a")
+    pool.register("a", [b"1"])
+    pool.allocate(1, "b")
+    pool.register("b", [b"2"])
+    pool.free("b")
+    pool.doubt_contents()
+    assert (pool.match([b"1"]), pool.match([b"2"]), pool.counts().cached) == (0, 0, 0)
+    pool.register("a", [b"3"])
+    pool.free("a")
+    assert (pool.match([b"3"]), pool.counts().free, pool.counts().cached) == (0, 4, 0)
+    pool.check()
+    pool.allocate(1, "c")
+    pool.register("c", [b"1"])
+    assert pool.match([b"1"]) == 1
+
+
 def test_wrong_uses_of_keys_are_refused():
     pool = BlockPool(4)
     pool.allocate(1, "a")
@@ -247,6 +265,7 @@ class Owner:
     blocks: list[int]
     named: int = 0
     state: BlockState = BlockState.HELD
+    doubted: bool = False
 
     def keys(self) -> list[bytes]:
         return [self.text[: n + 1] for n in range(self.named)]
@@ -329,9 +348,19 @@ class Blocks(RuleBasedStateMachine):
         end = min(owner.named + blocks, len(owner.text))
         new = [owner.text[: n + 1] for n in range(owner.named, end)]
         self.pool.register(name, new)
+        if owner.doubted:
+            return
         for block, key in zip(owner.blocks[owner.named : end], new, strict=True):
             self.known.setdefault(key, block)
         owner.named = end
+
+    @rule()
+    def doubt(self) -> None:
+        self.pool.doubt_contents()
+        self.empty |= set(self.idle)
+        self.known, self.idle = {}, []
+        for owner in self.owners.values():
+            owner.named, owner.doubted = 0, True
 
     @rule(name=st.sampled_from("pqrs"), call=st.sampled_from(["lease", "free", "drain", "drained"]))
     def step(self, name: str, call: str) -> None:

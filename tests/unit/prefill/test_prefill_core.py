@@ -205,6 +205,17 @@ def test_a_prompt_asked_again_is_computed_from_its_first_unknown_block_on() -> N
     assert isinstance(first, FirstToken) and (first.cached_tokens, first.chunks) == (12, 1)
 
 
+def test_after_a_failed_step_nothing_of_before_is_shared() -> None:
+    """KV that held a NaN stayed in the prefix cache, and failed every later prompt with the same beginning."""
+    c = core(chunk_tokens=4)
+    c.apply(prompt("bad", 9), 0.0)
+    step(c)  # its first block is known by now
+    c.fail(c.plan(0.0), RuntimeError("not a number"))
+    c.apply(Released("bad"), 1.0)
+    c.apply(prompt("good", 9), 1.0)
+    assert step(c)[0] == [("good", 0, 4)]
+
+
 @pytest.mark.parametrize("tokens", [1, BLOCK - 1, BLOCK, BLOCK + 1])
 def test_a_prompt_known_as_a_whole_computes_its_last_token_again(tokens: int) -> None:
     c = core(chunk_tokens=100)
