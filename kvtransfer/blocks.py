@@ -57,7 +57,7 @@ class BlockCounts:
 
 @dataclass(slots=True)
 class _Holding:
-    """An owner's blocks in the order of its sequence; `keys` name the content of the first ones, unless it is doubted."""
+    """An owner's blocks in the order of its sequence; `keys` name the first ones' content, unless it is doubted."""
 
     state: BlockState
     blocks: list[int]
