@@ -11,7 +11,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -58,8 +58,12 @@ async def server_at(url: str, **extra: object) -> Server:
         return Server(url=url.rstrip("/"), model=str(reply.json()["data"][0]["id"]), extra=extra)
 
 
-async def compare(ours: Server, peer: Server, pairs: int, seed: int = 0) -> list[Pairs]:
-    """Runs every shape `pairs` times on both sides, the first side changing from pair to pair, after a warm-up."""
+async def compare(
+    ours: Server, peer: Server, pairs: int, *, progress: Callable[[str], None] = lambda line: None, seed: int = 0
+) -> list[Pairs]:
+    """Runs every shape `pairs` times on both sides, the first side changing from pair to pair, after a warm-up.
+    `progress` is told each number.
+    """
     numbers = random.Random(seed)
     results = [Pairs(shape=f"step, {n} × 160", unit="ms") for n, _, _ in STEPS]
     results += [Pairs(shape=f"prefill {tokens:,}", unit="tokens/s") for tokens in PROMPTS]
@@ -68,12 +72,14 @@ async def compare(ours: Server, peer: Server, pairs: int, seed: int = 0) -> list
         await _prompt_rate(server, 64, numbers)
     for pair in range(pairs):
         for server in (ours, peer) if pair % 2 == 0 else (peer, ours):
-            for at, (streams, prompt, new) in enumerate(STEPS):
-                value = await _step_s(server, streams, prompt, new, numbers) * 1e3
-                (results[at].ours if server is ours else results[at].peers).append(value)
-            for at, tokens in enumerate(PROMPTS, start=len(STEPS)):
-                value = await _prompt_rate(server, tokens, numbers)
-                (results[at].ours if server is ours else results[at].peers).append(value)
+            name = "ours" if server is ours else "peer"
+            for at, result in enumerate(results):
+                if at < len(STEPS):
+                    value = await _step_s(server, *STEPS[at], numbers) * 1e3
+                else:
+                    value = await _prompt_rate(server, PROMPTS[at - len(STEPS)], numbers)
+                (result.ours if server is ours else result.peers).append(value)
+                progress(f"pair {pair + 1}, {name}: {result.shape}: {value:.1f} {result.unit}")
     return results
 
 
