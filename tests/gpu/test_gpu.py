@@ -44,7 +44,7 @@ def test_gather_and_scatter_do_on_the_gpu_what_they_do_on_the_cpu(tokens: int) -
     arenas = {device: (Arena(LAYOUT, BLOCKS, device), Arena(LAYOUT, BLOCKS, device)) for device in ("cpu", "cuda:0")}
     for device, (sender, receiver) in arenas.items():
         sender.array[...] = content if device == "cpu" else cupy.asarray(content)
-        for piece in plan(LAYOUT, BLOCK_TOKENS, tokens, 0).pieces:
+        for piece in plan(LAYOUT, LAYOUT, tokens).pieces:
             buffer = sender.staging(piece.bytes)
             sender.gather(piece, source, buffer)
             receiver.scatter(piece, target, buffer)
