@@ -34,11 +34,21 @@ The receiver, in another::
     opening = Open(transfer_id="t1", sender_incarnation=..., receiver_incarnation=..., layout=layout, skip_tokens=0)
     received = await receiver.pull(control, opening, block_ids=blocks, tokens=1000, timeout_s=30.0)
 
+A receiver whose senders are sharded otherwise asks `overlapping` which of them have its layers and heads, and pulls
+from each, into the same blocks::
+
+    async with asyncio.TaskGroup() as pulls:
+        for index, area in overlapping(layout, sender_layouts).items():
+            pulls.create_task(receiver.pull(controls[index], openings[index], area=area, block_ids=blocks, ...))
+
+An offer serves all receiver shards that overlap it; `consumers` tells it how many of them hold the same heads.
+
 What holds:
 
-- A hand-off is used once. Unknown, used, expired, released and mismatched ones fail with their own error (see
-  `errors`), before or during the transfer, never with a wrong block.
-- Sender and receiver may have different block sizes. Both compute the same list of pieces from the two layouts.
+- Every part of a hand-off is used once. Unknown, used, expired, released and mismatched ones fail with their own error
+  (see `errors`), before or during the transfer, never with a wrong block.
+- Sender and receiver may have different block sizes, and shards of different degrees of tensor and pipeline
+  parallelism. Both compute the same list of pieces from the two layouts.
 - `on_released` is called exactly once for each offer; afterwards nothing reads its blocks. When `pull` ends, in
   whatever way, nothing writes to its blocks any more. The wire itself touches staging buffers only, and those are
   reused only after it has let go of them.
@@ -65,7 +75,7 @@ from kvtransfer.errors import (
     UnknownTransfer,
     WrongIncarnation,
 )
-from kvtransfer.layout import KvLayout, require_compatible
+from kvtransfer.layout import Area, KvLayout, overlapping, require_compatible
 from kvtransfer.manifest import Manifest, Piece, plan_pieces
 from kvtransfer.messages import Accepted, Acknowledge, Control, Finished, Message, Open, Posted, Sent
 from kvtransfer.offer import Offer
@@ -79,6 +89,7 @@ from kvtransfer.transport.ucx import UcxTransport
 __all__ = [
     "Accepted",
     "Acknowledge",
+    "Area",
     "Arena",
     "BlockCounts",
     "BlockPool",
@@ -114,6 +125,7 @@ __all__ = [
     "UcxTransport",
     "UnknownTransfer",
     "WrongIncarnation",
+    "overlapping",
     "plan_pieces",
     "require_compatible",
 ]

@@ -21,6 +21,7 @@ from kvtransfer.copying import checksum
 from kvtransfer.device import Buffer
 from kvtransfer.equipment import Equipment
 from kvtransfer.errors import (
+    LayoutMismatch,
     PeerLost,
     ProtocolViolation,
     TransferAborted,
@@ -28,7 +29,7 @@ from kvtransfer.errors import (
     TransferExpired,
     TruncatedPiece,
 )
-from kvtransfer.layout import require_compatible
+from kvtransfer.layout import Area, overlap
 from kvtransfer.lease import Lease
 from kvtransfer.manifest import Manifest, Piece, plan, require_same_manifest
 from kvtransfer.messages import Accepted, Acknowledge, Control, Finished, Open, Posted, Sent
@@ -62,6 +63,7 @@ class Incoming:
         opening: Open,
         block_ids: tuple[int, ...],
         tokens: int,
+        area: Area,
         equipment: Equipment,
         lease: Lease,
     ) -> None:
@@ -69,6 +71,7 @@ class Incoming:
         self._opening = opening
         self._block_ids = block_ids
         self._tokens = tokens
+        self._area = area
         self._equipment = equipment
         self._lease = lease
         self._changed = asyncio.Event()
@@ -166,8 +169,10 @@ class Incoming:
         await self._until(lambda: self._accepted is not None)
         accepted = self._accepted
         assert accepted is not None
-        require_compatible(accepted.layout, self._opening.layout)
-        manifest = plan(self._opening.layout, accepted.layout.block_tokens, self._tokens, self._opening.skip_tokens)
+        area = overlap(accepted.layout, self._opening.layout)
+        if area != self._area:
+            raise LayoutMismatch(f"the sender brings {area}, not {self._area}")
+        manifest = plan(accepted.layout, self._opening.layout, self._tokens, self._opening.skip_tokens)
         require_same_manifest(manifest, tokens=accepted.tokens, pieces=accepted.pieces, total_bytes=accepted.bytes)
         if accepted.transport != self._equipment.transport.name:
             raise PeerLost(f"the sender speaks {accepted.transport}, we speak {self._equipment.transport.name}")

@@ -13,9 +13,9 @@ from collections.abc import Coroutine, Sequence
 from kvtransfer.copying import CopyThread
 from kvtransfer.device import Arena
 from kvtransfer.equipment import Equipment
-from kvtransfer.errors import TransferAborted
+from kvtransfer.errors import LayoutMismatch, TransferAborted
 from kvtransfer.incoming import Incoming
-from kvtransfer.layout import require_compatible
+from kvtransfer.layout import Area
 from kvtransfer.lease import Clock, Lease
 from kvtransfer.messages import Control, Open
 from kvtransfer.received import Received
@@ -28,7 +28,11 @@ class Receiver:
 
     def __init__(self, transport: Transport, arena: Arena, *, clock: Clock = time.monotonic) -> None:
         self._equipment = Equipment(
-            transport=transport, arena=arena, staging=StagingPool(arena), copies=CopyThread("kv-scatter"), clock=clock
+            transport=transport,
+            arena=arena,
+            staging=StagingPool(arena, on_host=not transport.device_memory),
+            copies=CopyThread("kv-scatter"),
+            clock=clock,
         )
         self._clock = clock
         self._pulls: set[Incoming] = set()
@@ -45,11 +49,20 @@ class Receiver:
         return self._equipment.staging.quarantined
 
     async def pull(
-        self, control: Control, opening: Open, *, block_ids: Sequence[int], tokens: int, timeout_s: float
+        self,
+        control: Control,
+        opening: Open,
+        *,
+        block_ids: Sequence[int],
+        tokens: int,
+        timeout_s: float,
+        area: Area | None = None,
     ) -> Received:
         """Pulls the KV of tokens [opening.skip_tokens, tokens) into the sequence's blocks, within `timeout_s` seconds.
 
-        `block_ids` are all blocks of the sequence, from token 0 on. `opening.layout` is this worker's layout.
+        `block_ids` are all blocks of the sequence, from token 0 on. `opening.layout` is this worker's layout. `area` is
+        what this sender must bring (see `overlapping`), the whole shard when it is not given; several pulls with areas
+        of their own may write into the same blocks at once.
         When it returns, everything is in place and acknowledged. When it returns, raises, or is cancelled, nothing
         writes to the blocks any more: they are the caller's to reuse at once. `control` belongs to the transfer,
         which closes it; the caller must not end the underlying call before `control.aclose` is called, or posted
@@ -59,11 +72,12 @@ class Receiver:
         TruncatedPiece, ProtocolViolation. ValueError: the blocks do not hold that many tokens.
         """
         layout = self._equipment.arena.layout
-        require_compatible(layout, opening.layout)
+        if opening.layout != layout:
+            raise LayoutMismatch(f"a pull opens with {opening.layout}, this worker has {layout}")
         if len(block_ids) * layout.block_tokens < tokens:
             raise ValueError(f"{len(block_ids)} blocks do not hold {tokens} tokens")
         lease = Lease.grant(timeout_s, self._clock)
-        incoming = Incoming(control, opening, tuple(block_ids), tokens, self._equipment, lease)
+        incoming = Incoming(control, opening, tuple(block_ids), tokens, area or layout.area, self._equipment, lease)
         result: asyncio.Future[Received] = asyncio.get_running_loop().create_future()
         self._pulls.add(incoming)
         self._spawn(self._run(incoming, result))

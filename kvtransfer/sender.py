@@ -1,9 +1,9 @@
-"""The sending side: offers of KV, each pulled at most once.
+"""The sending side: offers of KV, of which each part is pulled at most once.
 
-Life of an offer here: `offer` promises blocks → `serve` (one pull) sends them as they are computed → the
-acknowledgement releases them. An offer that is never pulled ends with its lease; `release` and `Offer.fail` end it
-earlier. Whatever happens, `on_released` is called exactly once, and afterwards nothing here reads the blocks. Ids
-that are over stay known for a while, so that a late or second pull is told why it fails.
+Life of an offer here: `offer` promises blocks → `serve` (one pull for each receiver shard) sends them as they are
+computed → the last acknowledgement releases them. An offer that is not pulled whole ends with its lease; `release` and
+`Offer.fail` end it earlier. Whatever happens, `on_released` is called exactly once, and afterwards nothing here reads
+the blocks. Ids that are over stay known for a while, so that a late or second pull is told why it fails.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Final
 
+from kvtransfer.claims import Claim, Claims
 from kvtransfer.copying import CopyThread
 from kvtransfer.device import Arena
 from kvtransfer.equipment import Equipment
@@ -28,14 +29,13 @@ from kvtransfer.errors import (
     UnknownTransfer,
     WrongIncarnation,
 )
-from kvtransfer.layout import require_compatible
+from kvtransfer.layout import overlap
 from kvtransfer.lease import Clock, Lease
 from kvtransfer.manifest import plan
 from kvtransfer.messages import Control, Open
 from kvtransfer.offer import Offer
 from kvtransfer.outgoing import Outgoing
 from kvtransfer.staging import StagingPool
-from kvtransfer.states import SendState
 from kvtransfer.transport.base import Transport
 
 TOMBSTONES: Final = 65_536
@@ -55,17 +55,24 @@ class Sender:
         checksums: bool = False,
     ) -> None:
         self._equipment = Equipment(
-            transport=transport, arena=arena, staging=StagingPool(arena), copies=CopyThread("kv-gather"), clock=clock
+            transport=transport,
+            arena=arena,
+            staging=StagingPool(arena, on_host=not transport.device_memory),
+            copies=CopyThread("kv-gather"),
+            clock=clock,
         )
         self._incarnation = incarnation
         self._clock = clock
         self._checksums = checksums
         self._offers: dict[str, Offer] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._waiting: dict[str, asyncio.Future[None]] = {}
+        self._waiting: dict[str, dict[Claim, asyncio.Future[None]]] = {}
         self._over: OrderedDict[str, tuple[float, TransferError]] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._transfers = 0
+        digest = hashlib.blake2b(incarnation.encode(), digest_size=6).digest()
+        self._tag_prefix = int.from_bytes(digest[:3]) >> 1
+        # Shards of one worker count in step: from different numbers, lest equal prefixes of two make equal tags.
+        self._transfers = int.from_bytes(digest[3:])
 
     @property
     def offers(self) -> int:
@@ -79,16 +86,23 @@ class Sender:
         block_ids: Sequence[int],
         limit_s: float,
         on_released: Callable[[str], object],
+        *,
+        consumers: int = 1,
     ) -> Offer:
         """Promises the KV of tokens [0, tokens), which will be computed into these blocks, for `limit_s` seconds.
 
+        Receivers pull it until every layer and head of this shard was acknowledged `consumers` times: once, or as often
+        as receiver shards hold a copy of the same heads (more tensor-parallel shards than KV heads).
+
         TransferUsed: the id was offered, pulled or released before. ValueError: the blocks do not hold that many
-        tokens.
+        tokens, or consumers is not positive.
         """
         self._forget()
         if transfer_id in self._offers or transfer_id in self._over:
             raise TransferUsed(f"transfer {transfer_id} was used before")
-        if len(block_ids) * self._equipment.arena.layout.block_tokens < tokens:
+        layout = self._equipment.arena.layout
+        claims = Claims(layout.area, consumers)
+        if len(block_ids) * layout.block_tokens < tokens:
             raise ValueError(f"{len(block_ids)} blocks do not hold {tokens} tokens")
 
         def released(_: str) -> None:
@@ -96,11 +110,10 @@ class Sender:
             on_released(transfer_id)
 
         lease = Lease.grant(limit_s, self._clock)
-        offer = Offer(transfer_id, tokens, tuple(block_ids), lease, self._clock, released, self._settle)
+        offer = Offer(transfer_id, tokens, tuple(block_ids), lease, self._clock, released, claims)
         self._offers[transfer_id] = offer
         self._watch(offer)
-        if waiter := self._waiting.get(transfer_id):
-            _set(waiter)
+        self._wake(transfer_id)
         return offer
 
     async def serve(self, control: Control, timeout_s: float) -> None:
@@ -111,12 +124,11 @@ class Sender:
         """
         lease = Lease.grant(timeout_s, self._clock)
         opening = await self._opening(control, timeout_s)
-        offer = await self._claim(opening, lease.remaining_s(self._clock))
         layout = self._equipment.arena.layout
-        manifest = plan(layout, opening.layout.block_tokens, offer.tokens, opening.skip_tokens)
-        outgoing = Outgoing(
-            offer, manifest, control, self._equipment, opening.receiver_incarnation, self._tag_base(), self._checksums
-        )
+        claim = Claim(receiver=opening.receiver_incarnation, area=overlap(layout, opening.layout))
+        offer = await self._claim(opening, claim, lease.remaining_s(self._clock))
+        manifest = plan(layout, opening.layout, offer.tokens, opening.skip_tokens)
+        outgoing = Outgoing(offer, manifest, control, self._equipment, claim, self._tag_base(), self._checksums)
         run = self._spawn(self._run(outgoing))
         try:
             await asyncio.shield(run)
@@ -131,8 +143,7 @@ class Sender:
             offer.fail(error)
         elif transfer_id not in self._over:
             self._remember(transfer_id, error)
-            if waiter := self._waiting.get(transfer_id):
-                _set(waiter)
+            self._wake(transfer_id)
 
     async def aclose(self) -> None:
         """Fails every offer, waits until everything has drained, and ends the copy thread. The transport stays the
@@ -154,13 +165,12 @@ class Sender:
             raise ProtocolViolation(f"the receiver began with {message}")
         if message.sender_incarnation != self._incarnation:
             raise WrongIncarnation(f"this is incarnation {self._incarnation}, not {message.sender_incarnation}")
-        require_compatible(self._equipment.arena.layout, message.layout)
         return message
 
-    async def _claim(self, opening: Open, timeout_s: float) -> Offer:
+    async def _claim(self, opening: Open, claim: Claim, timeout_s: float) -> Offer:
         transfer_id = opening.transfer_id
         if transfer_id not in self._offers and transfer_id not in self._over:
-            await self._wait_for_offer(transfer_id, timeout_s)
+            await self._wait_for_offer(transfer_id, claim, timeout_s)
         self._forget()
         if transfer_id in self._over:
             error = self._over[transfer_id][1]
@@ -168,21 +178,28 @@ class Sender:
         offer = self._offers.get(transfer_id)
         if offer is None:
             raise UnknownTransfer(f"transfer {transfer_id} was not offered in {timeout_s:.1f} s")
-        if offer.state is not SendState.OFFERED:
-            raise TransferUsed(f"transfer {transfer_id} is being pulled already")
         if not 0 <= opening.skip_tokens <= offer.tokens:
             raise LayoutMismatch(f"{opening.skip_tokens} tokens cannot be skipped of {offer.tokens}")
-        offer.move(SendState.SENDING)
+        offer.claim(claim)
         return offer
 
-    async def _wait_for_offer(self, transfer_id: str, timeout_s: float) -> None:
-        if transfer_id in self._waiting:
+    async def _wait_for_offer(self, transfer_id: str, claim: Claim, timeout_s: float) -> None:
+        waiting = self._waiting.setdefault(transfer_id, {})
+        if claim in waiting:
             raise TransferUsed(f"transfer {transfer_id} is being pulled already")
-        waiter = self._waiting[transfer_id] = asyncio.get_running_loop().create_future()
+        waiter = waiting[claim] = asyncio.get_running_loop().create_future()
         try:
             await asyncio.wait([waiter], timeout=timeout_s)
         finally:
-            del self._waiting[transfer_id]
+            del waiting[claim]
+            if not waiting:
+                del self._waiting[transfer_id]
+
+    def _wake(self, transfer_id: str) -> None:
+        """Somebody offered or released it: the pulls that came before go on."""
+        for waiter in self._waiting.get(transfer_id, {}).values():
+            if not waiter.done():
+                waiter.set_result(None)
 
     async def _run(self, outgoing: Outgoing) -> None:
         try:
@@ -206,23 +223,17 @@ class Sender:
         remaining_s = offer.lease.remaining_s(self._clock)
         self._timers[offer.transfer_id] = asyncio.get_running_loop().call_later(remaining_s, self._watch, offer)
 
-    def _settle(self, offer: Offer) -> None:
-        """An offer failed: when nobody pulls it, it is over at once."""
-        if offer.state is SendState.OFFERED:
-            offer.move(SendState.DRAINING)
-            offer.move(SendState.RELEASED)
-
     def _bury(self, offer: Offer) -> None:
         del self._offers[offer.transfer_id]
         if timer := self._timers.pop(offer.transfer_id, None):
             timer.cancel()
-        match offer.error:
+        match offer.error or (None if offer.claimed else offer.lost):
             case None:
                 error: TransferError = TransferUsed(f"transfer {offer.transfer_id} was used before")
             case TransferExpired():
                 error = UnknownTransfer(f"transfer {offer.transfer_id} expired")
-            case _:
-                error = type(offer.error)(str(offer.error))
+            case reason:
+                error = type(reason)(str(reason))
         self._remember(offer.transfer_id, error)
 
     def _remember(self, transfer_id: str, error: TransferError) -> None:
@@ -240,11 +251,5 @@ class Sender:
         """Tags of this transfer: 23 bits of the incarnation, 24 of a counter, 16 for the piece. The top bit stays
         the transport's.
         """
-        digest = hashlib.blake2b(self._incarnation.encode(), digest_size=3).digest()
         self._transfers += 1
-        return (int.from_bytes(digest) >> 1) << 40 | (self._transfers & 0xFFFFFF) << 16
-
-
-def _set(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
+        return self._tag_prefix << 40 | (self._transfers & 0xFFFFFF) << 16

@@ -109,6 +109,12 @@ class Transport(Protocol):
     def counters(self) -> Counters:
         """What was moved."""
 
+    @property
+    def device_memory(self) -> bool:
+        """Says whether buffers may lie in a GPU's memory; else staging is host memory. TransportUnavailable before
+        start.
+        """
+
     async def start(self) -> None:
         """Makes it usable. TransportUnavailable, with one clear line, when it cannot be."""
 

@@ -118,6 +118,7 @@ class MemoryTransport:
     """A transport between objects of one process."""
 
     name = "memory"
+    device_memory = True
 
     def __init__(self, incarnation: str) -> None:
         self._incarnation = incarnation

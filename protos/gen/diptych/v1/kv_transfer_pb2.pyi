@@ -38,7 +38,7 @@ class PullRequest(_message.Message):
 
     @_builtins.property
     def acknowledge(self) -> Global___PullAcknowledge:
-        """Everything arrived and is in place; the sender may free it."""
+        """Everything arrived and is in place; when that was said of every part, the sender frees them."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class PullOpen(_message.Message):
 
     @_builtins.property
     def layout(self) -> _worker_pb2.KvLayout:
-        """The receiver's layout; must describe the same model."""
+        """The receiver's layout; must describe the same model. Shard and block size may differ from the sender's."""
 
     def __init__(
         self,

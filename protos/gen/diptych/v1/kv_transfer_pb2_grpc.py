@@ -52,11 +52,13 @@ class KvTransferServiceServicer:
     """
 
     def Pull(self, request_iterator, context):
-        """Pulls one hand-off. The receiver opens, is accepted, posts receives and says how many; the sender sends only what was
-        posted. The stream is the transfer's life: when it breaks, both sides drain and free. A Pull that arrives before its
-        Prefill waits for it, up to the caller's deadline.
-        NOT_FOUND: unknown or expired. FAILED_PRECONDITION: another incarnation, another layout, or already pulled.
-        ABORTED: the prefill failed or was cancelled. Not idempotent: a hand-off is used once.
+        """Pulls one hand-off; between differently sharded workers, the part of it that the two layouts have in common. The
+        receiver opens, is accepted, posts receives and says how many; the sender sends only what was posted. The stream is
+        the transfer's life: when it breaks, both sides drain and free. A Pull that arrives before its Prefill waits for it,
+        up to the caller's deadline.
+        NOT_FOUND: unknown or expired. FAILED_PRECONDITION: another incarnation, a layout that does not fit or shares nothing,
+        or that part was pulled already. ABORTED: the prefill failed or was cancelled, or the pull of another part failed. Not
+        idempotent: every part of a hand-off is used once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -34,11 +34,13 @@ class KvTransferServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> KvTransferServiceAsyncStub: ...
     Pull: _grpc.StreamStreamMultiCallable[_kv_transfer_pb2.PullRequest, _kv_transfer_pb2.PullResponse]
-    """Pulls one hand-off. The receiver opens, is accepted, posts receives and says how many; the sender sends only what was
-    posted. The stream is the transfer's life: when it breaks, both sides drain and free. A Pull that arrives before its
-    Prefill waits for it, up to the caller's deadline.
-    NOT_FOUND: unknown or expired. FAILED_PRECONDITION: another incarnation, another layout, or already pulled.
-    ABORTED: the prefill failed or was cancelled. Not idempotent: a hand-off is used once.
+    """Pulls one hand-off; between differently sharded workers, the part of it that the two layouts have in common. The
+    receiver opens, is accepted, posts receives and says how many; the sender sends only what was posted. The stream is
+    the transfer's life: when it breaks, both sides drain and free. A Pull that arrives before its Prefill waits for it,
+    up to the caller's deadline.
+    NOT_FOUND: unknown or expired. FAILED_PRECONDITION: another incarnation, a layout that does not fit or shares nothing,
+    or that part was pulled already. ABORTED: the prefill failed or was cancelled, or the pull of another part failed. Not
+    idempotent: every part of a hand-off is used once.
     """
     Release: _grpc.UnaryUnaryMultiCallable[_kv_transfer_pb2.ReleaseRequest, _kv_transfer_pb2.ReleaseResponse]
     """Gives a hand-off up that is not being pulled: its KV is freed, and a later Prefill or Pull with that id fails.
@@ -51,11 +53,13 @@ class KvTransferServiceAsyncStub(KvTransferServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Pull: _aio.StreamStreamMultiCallable[_kv_transfer_pb2.PullRequest, _kv_transfer_pb2.PullResponse]  # type: ignore[assignment]
-    """Pulls one hand-off. The receiver opens, is accepted, posts receives and says how many; the sender sends only what was
-    posted. The stream is the transfer's life: when it breaks, both sides drain and free. A Pull that arrives before its
-    Prefill waits for it, up to the caller's deadline.
-    NOT_FOUND: unknown or expired. FAILED_PRECONDITION: another incarnation, another layout, or already pulled.
-    ABORTED: the prefill failed or was cancelled. Not idempotent: a hand-off is used once.
+    """Pulls one hand-off; between differently sharded workers, the part of it that the two layouts have in common. The
+    receiver opens, is accepted, posts receives and says how many; the sender sends only what was posted. The stream is
+    the transfer's life: when it breaks, both sides drain and free. A Pull that arrives before its Prefill waits for it,
+    up to the caller's deadline.
+    NOT_FOUND: unknown or expired. FAILED_PRECONDITION: another incarnation, a layout that does not fit or shares nothing,
+    or that part was pulled already. ABORTED: the prefill failed or was cancelled, or the pull of another part failed. Not
+    idempotent: every part of a hand-off is used once.
     """
     Release: _aio.UnaryUnaryMultiCallable[_kv_transfer_pb2.ReleaseRequest, _kv_transfer_pb2.ReleaseResponse]  # type: ignore[assignment]
     """Gives a hand-off up that is not being pulled: its KV is freed, and a later Prefill or Pull with that id fails.
@@ -71,11 +75,13 @@ class KvTransferServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_kv_transfer_pb2.PullRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_kv_transfer_pb2.PullResponse], _abc.AsyncIterator[_kv_transfer_pb2.PullResponse]]:
-        """Pulls one hand-off. The receiver opens, is accepted, posts receives and says how many; the sender sends only what was
-        posted. The stream is the transfer's life: when it breaks, both sides drain and free. A Pull that arrives before its
-        Prefill waits for it, up to the caller's deadline.
-        NOT_FOUND: unknown or expired. FAILED_PRECONDITION: another incarnation, another layout, or already pulled.
-        ABORTED: the prefill failed or was cancelled. Not idempotent: a hand-off is used once.
+        """Pulls one hand-off; between differently sharded workers, the part of it that the two layouts have in common. The
+        receiver opens, is accepted, posts receives and says how many; the sender sends only what was posted. The stream is
+        the transfer's life: when it breaks, both sides drain and free. A Pull that arrives before its Prefill waits for it,
+        up to the caller's deadline.
+        NOT_FOUND: unknown or expired. FAILED_PRECONDITION: another incarnation, a layout that does not fit or shares nothing,
+        or that part was pulled already. ABORTED: the prefill failed or was cancelled, or the pull of another part failed. Not
+        idempotent: every part of a hand-off is used once.
         """
 
     @_abc_1.abstractmethod
