@@ -69,6 +69,7 @@ from kvtransfer.layout import KvLayout, require_compatible
 from kvtransfer.manifest import Manifest, Piece, plan_pieces
 from kvtransfer.messages import Accepted, Acknowledge, Control, Finished, Message, Open, Posted, Sent
 from kvtransfer.offer import Offer
+from kvtransfer.probe import Invitation, Measured, rdma_devices, shortfall
 from kvtransfer.received import Received
 from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender
@@ -88,9 +89,11 @@ __all__ = [
     "Counters",
     "Finished",
     "IllegalTransition",
+    "Invitation",
     "KvLayout",
     "LayoutMismatch",
     "Manifest",
+    "Measured",
     "MemoryTransport",
     "Message",
     "Offer",
@@ -115,5 +118,7 @@ __all__ = [
     "UnknownTransfer",
     "WrongIncarnation",
     "plan_pieces",
+    "rdma_devices",
     "require_compatible",
+    "shortfall",
 ]

@@ -1,9 +1,9 @@
 """The sending side: offers of KV, each pulled at most once.
 
 Life of an offer here: `offer` promises blocks → `serve` (one pull) sends them as they are computed → the
-acknowledgement releases them. An offer that is never pulled ends with its lease; `release` and `Offer.fail` end it
-earlier. Whatever happens, `on_released` is called exactly once, and afterwards nothing here reads the blocks. Ids
-that are over stay known for a while, so that a late or second pull is told why it fails.
+acknowledgement releases them. An offer that is never pulled ends with its lease, which `renew` prolongs; `release` and
+`Offer.fail` end it earlier. Whatever happens, `on_released` is called exactly once, and afterwards nothing here reads
+the blocks. Ids that are over stay known for a while, so that a late or second pull is told why it fails.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from kvtransfer.manifest import plan
 from kvtransfer.messages import Control, Open
 from kvtransfer.offer import Offer
 from kvtransfer.outgoing import Outgoing
+from kvtransfer.probe import Answering, Invitation
 from kvtransfer.staging import StagingPool
 from kvtransfer.states import SendState
 from kvtransfer.transport.base import Transport
@@ -66,6 +67,7 @@ class Sender:
         self._over: OrderedDict[str, tuple[float, TransferError]] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
         self._transfers = 0
+        self._answering = asyncio.Lock()  # probes that run together would measure each other
 
     @property
     def offers(self) -> int:
@@ -79,9 +81,12 @@ class Sender:
         block_ids: Sequence[int],
         limit_s: float,
         on_released: Callable[[str], object],
+        *,
+        lease_s: float | None = None,
     ) -> Offer:
         """Promises the KV of tokens [0, tokens), which will be computed into these blocks, for `limit_s` seconds.
 
+        With `lease_s` the promise ends earlier unless it is pulled or renewed (`renew`) within so many seconds.
         TransferUsed: the id was offered, pulled or released before. ValueError: the blocks do not hold that many
         tokens.
         """
@@ -95,8 +100,9 @@ class Sender:
             self._bury(offer)
             on_released(transfer_id)
 
-        lease = Lease.grant(limit_s, self._clock)
-        offer = Offer(transfer_id, tokens, tuple(block_ids), lease, self._clock, released, self._settle)
+        limit = Lease.grant(limit_s, self._clock)
+        lease = limit if lease_s is None else Lease.grant(min(lease_s, limit_s), self._clock)
+        offer = Offer(transfer_id, tokens, tuple(block_ids), lease, limit, self._clock, released, self._settle)
         self._offers[transfer_id] = offer
         self._watch(offer)
         if waiter := self._waiting.get(transfer_id):
@@ -123,6 +129,44 @@ class Sender:
         except asyncio.CancelledError:
             outgoing.give_up(TransferAborted("the receiver's call ended"))
             raise
+
+    def renew(self, transfer_id: str, lease_s: float) -> float:
+        """Keeps a hand-off that a receiver is not ready to pull yet for `lease_s` seconds from now, its limit at most.
+
+        Returns the seconds that are left of it; 0 when nothing is offered yet under this id. Idempotent. Raises what a
+        pull would raise when it is over.
+        """
+        self._forget()
+        self._require_not_over(transfer_id)
+        offer = self._offers.get(transfer_id)
+        return offer.renew(lease_s) if offer else 0.0
+
+    def invite(self, receiver_incarnation: str) -> Invitation:
+        """What a receiver needs for a probe of the connection between the two; `answer` takes part in it."""
+        transport = self._equipment.transport
+        return Invitation(
+            receiver=receiver_incarnation,
+            data_address=transport.address,
+            transport=transport.name,
+            tag_base=self._tag_base(),
+        )
+
+    async def answer(self, invitation: Invitation, timeout_s: float) -> None:
+        """Answers one probe to its end, one at a time. PeerLost, TransferExpired, ProtocolViolation: it failed, and
+        nothing else did.
+        """
+        lease = Lease.grant(timeout_s, self._clock)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._answering.acquire()
+        except TimeoutError:
+            raise TransferExpired("probes of other receivers took all the time") from None
+        answering = Answering(self._equipment, invitation, lease)
+        try:
+            await answering.run(invitation.receiver)
+        finally:
+            self._answering.release()
+            self._spawn(answering.drain())
 
     def release(self, transfer_id: str) -> None:
         """Gives a hand-off up, whether it is known or not; a later offer or pull with that id fails. Idempotent."""
@@ -162,9 +206,7 @@ class Sender:
         if transfer_id not in self._offers and transfer_id not in self._over:
             await self._wait_for_offer(transfer_id, timeout_s)
         self._forget()
-        if transfer_id in self._over:
-            error = self._over[transfer_id][1]
-            raise type(error)(str(error))  # a fresh one: a raised error holds on to the frames it went through
+        self._require_not_over(transfer_id)
         offer = self._offers.get(transfer_id)
         if offer is None:
             raise UnknownTransfer(f"transfer {transfer_id} was not offered in {timeout_s:.1f} s")
@@ -174,6 +216,11 @@ class Sender:
             raise LayoutMismatch(f"{opening.skip_tokens} tokens cannot be skipped of {offer.tokens}")
         offer.move(SendState.SENDING)
         return offer
+
+    def _require_not_over(self, transfer_id: str) -> None:
+        if transfer_id in self._over:
+            error = self._over[transfer_id][1]
+            raise type(error)(str(error))  # a fresh one: a raised error holds on to the frames it went through
 
     async def _wait_for_offer(self, transfer_id: str, timeout_s: float) -> None:
         if transfer_id in self._waiting:
