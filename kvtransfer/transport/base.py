@@ -84,7 +84,7 @@ class Endpoint(Protocol):
 
     @property
     def lanes(self) -> str:
-        """What carries its messages, transport/device, as far as that is known: "tcp/lo", "rc_mlx5/mlx5_0:1,tcp/eth0"."""
+        """What carries its messages, as transport/device: "tcp/lo", "rc_mlx5/mlx5_0:1,tcp/eth0"."""
 
     def send(self, buffer: Buffer, tag: int) -> Operation:
         """Starts sending. Its success is not delivery: that is the receiver's acknowledgement."""

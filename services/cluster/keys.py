@@ -1,8 +1,8 @@
 """Every Redis key and channel there is. All begin with `diptych:`; nothing is found by scanning.
 
 Workers write through membership.Registration; schedulers, and decode workers for their peers, read through
-membership.MembershipView; schedulers keep the lines through queue.Queue. <i> is an incarnation, <m> a served model name.
-Times are milliseconds of the Redis server's clock.
+membership.MembershipView; schedulers keep the lines through queue.Queue. <i> is an incarnation, <m> a served model
+name. Times are milliseconds of the Redis server's clock.
 
 | key                      | type   | TTL  | content                                     | writer    | reader    |
 | ------------------------ | ------ | ---- | ------------------------------------------- | --------- | --------- |

@@ -23,6 +23,7 @@ from services.cluster.background import start_loop, stop_loops
 from services.cluster.membership import Link, MembershipView, WorkerRecord
 from services.errors import DiptychError
 from services.rpc.channels import Channels
+from services.rpc.convert import to_ref
 from services.rpc.errors import error_of
 
 log = logging.getLogger(__name__)
@@ -32,55 +33,15 @@ _WAIT_S = 60.0
 _REMEMBERED = 1024
 
 
-class Peers:
-    """Meets every prefill worker that `view` names with this `fingerprint` of KV. `cuda`: this worker is on a GPU."""
+class Meeting:
+    """How this worker meets a peer. `cuda`: it is on a GPU."""
 
-    def __init__(
-        self,
-        view: MembershipView,
-        receiver: Receiver,
-        channels: Channels,
-        *,
-        incarnation: str,
-        fingerprint: str,
-        cuda: bool,
-    ) -> None:
-        self._view, self._receiver, self._channels = view, receiver, channels
-        self._incarnation, self._fingerprint, self._cuda = incarnation, fingerprint, cuda
-        self._links: OrderedDict[str, Link] = OrderedDict()  # by incarnation, also of peers that are gone for now
-        self._loops: list[asyncio.Task[None]] = []
+    def __init__(self, receiver: Receiver, channels: Channels, *, incarnation: str, cuda: bool) -> None:
+        self._receiver, self._channels = receiver, channels
+        self._incarnation, self._cuda = incarnation, cuda
 
-    async def start(self) -> None:
-        """Begins to watch and to meet, until `aclose`."""
-        await self._view.start()
-        self._loops = [start_loop(self._meet_all(), "peers")]
-
-    async def aclose(self) -> None:
-        """Stops; a probe that runs is given up."""
-        await stop_loops(self._loops)
-        await self._view.aclose()
-
-    def links(self) -> Sequence[Link]:
-        """Links from peers that live."""
-        return [link for worker in self._peers() if (link := self._links.get(worker.incarnation))]
-
-    def _peers(self) -> list[WorkerRecord]:
-        records = [worker.record for worker in self._view.workers()]
-        return [record for record in records if record.role == "prefill" and record.fingerprint == self._fingerprint]
-
-    async def _meet_all(self) -> None:
-        while True:
-            for peer in self._peers():
-                if peer.incarnation not in self._links:
-                    self._links[peer.incarnation] = await self._meet(peer)
-                    break  # the others may have changed meanwhile
-            else:
-                while len(self._links) > _REMEMBERED:
-                    self._links.popitem(last=False)
-                await self._view.changed(_WAIT_S)
-
-    async def _meet(self, peer: WorkerRecord) -> Link:
-        """Never fails: a link without a measurement says why."""
+    async def meet(self, peer: worker_pb2.WorkerRef) -> Link:
+        """Connects, measures, compares. Never fails: a link without a measurement says why."""
         link = Link(peer=peer.name, peer_incarnation=peer.incarnation)
         try:
             invitation, measured = await self._probe(peer)
@@ -104,9 +65,8 @@ class Peers:
             warning=warning or "",
         )
 
-    async def _probe(self, peer: WorkerRecord) -> tuple[Invitation, Measured]:
-        sender = worker_pb2.WorkerRef(name=peer.name, address=peer.address, incarnation=peer.incarnation)
-        request = pb.JoinRequest(sender=sender, receiver_incarnation=self._incarnation)
+    async def _probe(self, peer: worker_pb2.WorkerRef) -> tuple[Invitation, Measured]:
+        request = pb.JoinRequest(sender=peer, receiver_incarnation=self._incarnation)
         stub = kv_transfer_pb2_grpc.KvTransferServiceStub(self._channels.to(peer.address))
         call = stub.Join(request, timeout=JOIN_LIMIT_S)
         try:
@@ -126,3 +86,43 @@ class Peers:
         finally:
             call.cancel()
         return invitation, measured
+
+
+class Peers:
+    """Meets every prefill worker that `view` names with this `fingerprint` of KV."""
+
+    def __init__(self, view: MembershipView, meeting: Meeting, fingerprint: str) -> None:
+        self._view, self._meeting, self._fingerprint = view, meeting, fingerprint
+        self._links: OrderedDict[str, Link] = OrderedDict()  # by incarnation, also of peers that are gone for now
+        self._loops: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Begins to watch and to meet, until `aclose`."""
+        await self._view.start()
+        self._loops = [start_loop(self._meet_all(), "peers")]
+
+    async def aclose(self) -> None:
+        """Stops; a probe that runs is given up."""
+        await stop_loops(self._loops)
+        await self._view.aclose()
+
+    def links(self) -> Sequence[Link]:
+        """Links from peers that live."""
+        return [link for worker in self._peers() if (link := self._links.get(worker.incarnation))]
+
+    def _peers(self) -> list[WorkerRecord]:
+        """Those that live; their order is that of their names."""
+        records = [worker.record for worker in self._view.workers()]
+        return [record for record in records if record.role == "prefill" and record.fingerprint == self._fingerprint]
+
+    async def _meet_all(self) -> None:
+        while True:
+            for peer in self._peers():
+                if peer.incarnation not in self._links:
+                    ref = to_ref(name=peer.name, address=peer.address, incarnation=peer.incarnation)
+                    self._links[peer.incarnation] = await self._meeting.meet(ref)
+                    break  # the others may have changed meanwhile
+            else:
+                while len(self._links) > _REMEMBERED:
+                    self._links.popitem(last=False)
+                await self._view.changed(_WAIT_S)

@@ -10,7 +10,7 @@ from services.decode.config import DecodeConfig
 from services.decode.core import DecodeCore
 from services.decode.hand_off import Puller
 from services.decode.messages import Command, Event
-from services.decode.peers import Peers
+from services.decode.peers import Meeting, Peers
 from services.decode.service import DecodeService
 from services.decode.servicer import DecodeServicer
 from services.worker.process import Part, Parts, serve
@@ -22,15 +22,11 @@ PEERS_REFRESH_S = 5.0
 def assemble(parts: Parts) -> Part[Command, Event]:
     """The decode worker's own parts."""
     receiver = Receiver(parts.transport, parts.arena)
-    peers = Peers(
-        MembershipView(parts.store, refresh_s=PEERS_REFRESH_S),
-        receiver,
-        parts.channels,
-        incarnation=parts.identity.incarnation,
-        fingerprint=parts.layout.fingerprint(),
-        cuda=parts.config.device != "cpu",
-    )
-    service = DecodeService(Puller(receiver, parts.channels, parts.layout, parts.identity.incarnation))
+    incarnation, cuda = parts.identity.incarnation, parts.config.device != "cpu"
+    meeting = Meeting(receiver, parts.channels, incarnation=incarnation, cuda=cuda)
+    view = MembershipView(parts.store, refresh_s=PEERS_REFRESH_S)
+    peers = Peers(view, meeting, parts.layout.fingerprint())
+    service = DecodeService(Puller(receiver, parts.channels, parts.layout, incarnation))
     core = DecodeCore(
         pool=parts.pool,
         prefix=parts.prefix,

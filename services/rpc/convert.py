@@ -22,6 +22,11 @@ def to_seconds(duration: Duration) -> float:
     return duration.ToNanoseconds() / 1e9
 
 
+def to_ref(*, name: str, address: str, incarnation: str) -> worker_pb2.WorkerRef:
+    """The proto of one life of a worker."""
+    return worker_pb2.WorkerRef(name=name, address=address, incarnation=incarnation)
+
+
 def to_logprobs(logprobs: TokenLogprobs | None) -> request_pb2.TokenLogprobs:
     """The proto of a token's log-probabilities; empty for None."""
     if logprobs is None:
