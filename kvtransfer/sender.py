@@ -64,7 +64,7 @@ class Sender:
         self._offers: dict[str, Offer] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._waiting: dict[str, asyncio.Future[None]] = {}
-        self._over: OrderedDict[str, tuple[float, TransferError]] = OrderedDict()
+        self._over: OrderedDict[str, tuple[float, type[TransferError], str]] = OrderedDict()  # until when, and why
         self._tasks: set[asyncio.Task[None]] = set()
         self._transfers = 0
         self._answering = asyncio.Lock()  # probes that run together would measure each other
@@ -174,7 +174,7 @@ class Sender:
         if offer := self._offers.get(transfer_id):
             offer.fail(error)
         elif transfer_id not in self._over:
-            self._remember(transfer_id, error)
+            self._remember(transfer_id, TransferAborted, "was released")
             if waiter := self._waiting.get(transfer_id):
                 _set(waiter)
 
@@ -219,8 +219,8 @@ class Sender:
 
     def _require_not_over(self, transfer_id: str) -> None:
         if transfer_id in self._over:
-            error = self._over[transfer_id][1]
-            raise type(error)(str(error))  # a fresh one: a raised error holds on to the frames it went through
+            _, kind, reason = self._over[transfer_id]
+            raise kind(f"transfer {transfer_id} {reason}")
 
     async def _wait_for_offer(self, transfer_id: str, timeout_s: float) -> None:
         if transfer_id in self._waiting:
@@ -265,20 +265,20 @@ class Sender:
             timer.cancel()
         match offer.error:
             case None:
-                error: TransferError = TransferUsed(f"transfer {offer.transfer_id} was used before")
+                self._remember(offer.transfer_id, TransferUsed, "was used before")
             case TransferExpired():
-                error = UnknownTransfer(f"transfer {offer.transfer_id} expired")
-            case _:
-                error = type(offer.error)(str(offer.error))
-        self._remember(offer.transfer_id, error)
+                self._remember(offer.transfer_id, UnknownTransfer, "expired")
+            case error:
+                self._remember(offer.transfer_id, type(error), f"failed: {error}")
 
-    def _remember(self, transfer_id: str, error: TransferError) -> None:
-        self._over[transfer_id] = (self._clock() + TOMBSTONE_S, error)
+    def _remember(self, transfer_id: str, kind: type[TransferError], reason: str) -> None:
+        """There are tens of thousands of them: no error objects, and the same text for all that ended alike."""
+        self._over[transfer_id] = (self._clock() + TOMBSTONE_S, kind, reason)
         self._forget()
 
     def _forget(self) -> None:
         while self._over:
-            end_s, _ = next(iter(self._over.values()))
+            end_s, _, _ = next(iter(self._over.values()))
             if len(self._over) <= TOMBSTONES and end_s > self._clock():
                 return
             self._over.popitem(last=False)

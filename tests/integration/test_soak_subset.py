@@ -17,6 +17,6 @@ async def test_five_hundred_transfers_leave_no_descriptor_socket_or_thread_behin
     assert soaked.transfers == 500
     for side in (soaked.receiver, soaked.sender):
         assert max(side.descriptors, side.sockets, side.threads) <= 0
-        # A staging buffer left behind by every piece would be 3 × 128 KiB a transfer; the allocator's own growth over so
-        # few is a few kilobytes.
+        # A staging buffer left behind by every piece would be 3 × 128 KiB a transfer; the allocator's own growth over
+        # so few is a few kilobytes.
         assert side.rss_bytes_per_transfer < 20_000
