@@ -4,6 +4,9 @@ Life of an offer here: OFFERED (its KV is being computed) → SENDING (a receive
 SENT (Finished was said to all) → RELEASED by the last acknowledgement. A failure, an expiry, a release or a receiver's
 death leads to DRAINING, fails the other pulls (their shards are of no use alone), and leads to RELEASED when nothing
 reads the blocks any more. `on_released` is called once, at RELEASED.
+
+While it is OFFERED its lease may be shorter than its limit: a receiver that waits for memory renews it, one that died
+does not. From SENDING on the limit counts alone: the pull's own stream tells of a receiver that is gone.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ class Offer:
         tokens: int,
         block_ids: tuple[int, ...],
         lease: Lease,
+        limit: Lease,
         clock: Clock,
         on_released: Callable[[str], object],
         claims: Claims,
@@ -45,12 +49,13 @@ class Offer:
         self.transfer_id: Final = transfer_id
         self.tokens: Final = tokens
         self.block_ids: Final = block_ids
-        self.lease: Final = lease
+        self.lease = lease
         self.outcome: Outcome | None = None
         self.error: TransferError | None = None
         self.lost: TransferError | None = None
         self.computed_tokens = 0
         self.computed_at_s = clock()
+        self._limit = limit
         self._clock = clock
         self._on_released = on_released
         self._listeners: list[Callable[[], None]] = []
@@ -79,6 +84,12 @@ class Offer:
             self.computed_tokens = computed_tokens
             self.computed_at_s = self._clock()
             self._tell()
+
+    def renew(self, lease_s: float) -> float:
+        """Lets it last for `lease_s` seconds from now, its limit at most; never shortens. Returns the seconds left."""
+        end_s = max(self.lease.end_s, self._clock() + lease_s)
+        self.lease = Lease(end_s=min(self._limit.end_s, end_s))
+        return self.lease.remaining_s(self._clock)
 
     def finish(self, first_token_id: int, finished: str | None = None) -> None:
         """Gives the first token. `finished` set: the request ended with it, and no more KV needs to move. Ignored
@@ -137,6 +148,8 @@ class Offer:
 
     def _move(self, state: SendState) -> None:
         self._life.advance(state)
+        if state is SendState.SENDING:
+            self.lease = self._limit
         if state is SendState.RELEASED:
             self._listeners.clear()
             self._on_released(self.transfer_id)

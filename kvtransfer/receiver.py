@@ -18,6 +18,7 @@ from kvtransfer.incoming import Incoming
 from kvtransfer.layout import Area
 from kvtransfer.lease import Clock, Lease
 from kvtransfer.messages import Control, Open
+from kvtransfer.probe import Invitation, Measured, Probe
 from kvtransfer.received import Received
 from kvtransfer.staging import StagingPool
 from kvtransfer.transport.base import Transport
@@ -87,6 +88,18 @@ class Receiver:
             incoming.give_up(TransferAborted("the pull was cancelled"))
             await _uninterrupted(incoming.quiet())
             raise
+
+    async def probe(self, invitation: Invitation, timeout_s: float) -> Measured:
+        """Connects to a sender that invited this receiver, and measures and checks the connection. Costs tenths of a
+        second, and moves nothing but bytes of its own.
+
+        PeerLost, TransferExpired, TruncatedPiece (bytes did not arrive as they left): it failed, and nothing else did.
+        """
+        probe = Probe(self._equipment, invitation, Lease.grant(timeout_s, self._clock))
+        try:
+            return await probe.run()
+        finally:
+            self._spawn(probe.drain())
 
     async def drained(self) -> None:
         """Waits until no given-up pull has a staging buffer on the wire. Running pulls count, too."""

@@ -1,7 +1,8 @@
 """The sending side: offers of KV, of which each part is pulled at most once.
 
 Life of an offer here: `offer` promises blocks → `serve` (one pull for each receiver shard) sends them as they are
-computed → the last acknowledgement releases them. An offer that is not pulled whole ends with its lease; `release` and
+computed → the last acknowledgement releases them. An offer that is not pulled whole ends with its lease, which `renew`
+prolongs until the first pull; `release` and
 `Offer.fail` end it earlier. Whatever happens, `on_released` is called exactly once, and afterwards nothing here reads
 the blocks. Ids that are over stay known for a while, so that a late or second pull is told why it fails.
 """
@@ -35,6 +36,7 @@ from kvtransfer.manifest import plan
 from kvtransfer.messages import Control, Open
 from kvtransfer.offer import Offer
 from kvtransfer.outgoing import Outgoing
+from kvtransfer.probe import Answering, Invitation
 from kvtransfer.staging import StagingPool
 from kvtransfer.transport.base import Transport
 
@@ -67,12 +69,13 @@ class Sender:
         self._offers: dict[str, Offer] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._waiting: dict[str, dict[Claim, asyncio.Future[None]]] = {}
-        self._over: OrderedDict[str, tuple[float, TransferError]] = OrderedDict()
+        self._over: OrderedDict[str, tuple[float, type[TransferError], str]] = OrderedDict()  # until when, and why
         self._tasks: set[asyncio.Task[None]] = set()
         digest = hashlib.blake2b(incarnation.encode(), digest_size=6).digest()
         self._tag_prefix = int.from_bytes(digest[:3]) >> 1
         # Shards of one worker count in step: from different numbers, lest equal prefixes of two make equal tags.
         self._transfers = int.from_bytes(digest[3:])
+        self._answering = asyncio.Lock()  # probes that run together would measure each other
 
     @property
     def offers(self) -> int:
@@ -88,12 +91,14 @@ class Sender:
         on_released: Callable[[str], object],
         *,
         consumers: int = 1,
+        lease_s: float | None = None,
     ) -> Offer:
         """Promises the KV of tokens [0, tokens), which will be computed into these blocks, for `limit_s` seconds.
 
         Receivers pull it until every layer and head of this shard was acknowledged `consumers` times: once, or as often
         as receiver shards hold a copy of the same heads (more tensor-parallel shards than KV heads).
 
+        With `lease_s` the promise ends earlier unless it is pulled or renewed (`renew`) within so many seconds.
         TransferUsed: the id was offered, pulled or released before. ValueError: the blocks do not hold that many
         tokens, or consumers is not positive.
         """
@@ -109,8 +114,9 @@ class Sender:
             self._bury(offer)
             on_released(transfer_id)
 
-        lease = Lease.grant(limit_s, self._clock)
-        offer = Offer(transfer_id, tokens, tuple(block_ids), lease, self._clock, released, claims)
+        limit = Lease.grant(limit_s, self._clock)
+        lease = limit if lease_s is None else Lease.grant(min(lease_s, limit_s), self._clock)
+        offer = Offer(transfer_id, tokens, tuple(block_ids), lease, limit, self._clock, released, claims)
         self._offers[transfer_id] = offer
         self._watch(offer)
         self._wake(transfer_id)
@@ -136,13 +142,51 @@ class Sender:
             outgoing.give_up(TransferAborted("the receiver's call ended"))
             raise
 
+    def renew(self, transfer_id: str, lease_s: float) -> float:
+        """Keeps a hand-off that a receiver is not ready to pull yet for `lease_s` seconds from now, its limit at most.
+
+        Returns the seconds that are left of it; 0 when nothing is offered yet under this id. Idempotent. Raises what a
+        pull would raise when it is over.
+        """
+        self._forget()
+        self._require_not_over(transfer_id)
+        offer = self._offers.get(transfer_id)
+        return offer.renew(lease_s) if offer else 0.0
+
+    def invite(self, receiver_incarnation: str) -> Invitation:
+        """What a receiver needs for a probe of the connection between the two; `answer` takes part in it."""
+        transport = self._equipment.transport
+        return Invitation(
+            receiver=receiver_incarnation,
+            data_address=transport.address,
+            transport=transport.name,
+            tag_base=self._tag_base(),
+        )
+
+    async def answer(self, invitation: Invitation, timeout_s: float) -> None:
+        """Answers one probe to its end, one at a time. PeerLost, TransferExpired, ProtocolViolation: it failed, and
+        nothing else did.
+        """
+        lease = Lease.grant(timeout_s, self._clock)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._answering.acquire()
+        except TimeoutError:
+            raise TransferExpired("probes of other receivers took all the time") from None
+        answering = Answering(self._equipment, invitation, lease)
+        try:
+            await answering.run(invitation.receiver)
+        finally:
+            self._answering.release()
+            self._spawn(answering.drain())
+
     def release(self, transfer_id: str) -> None:
         """Gives a hand-off up, whether it is known or not; a later offer or pull with that id fails. Idempotent."""
         error = TransferAborted(f"transfer {transfer_id} was released")
         if offer := self._offers.get(transfer_id):
             offer.fail(error)
         elif transfer_id not in self._over:
-            self._remember(transfer_id, error)
+            self._remember(transfer_id, TransferAborted, "was released")
             self._wake(transfer_id)
 
     async def aclose(self) -> None:
@@ -172,9 +216,7 @@ class Sender:
         if transfer_id not in self._offers and transfer_id not in self._over:
             await self._wait_for_offer(transfer_id, claim, timeout_s)
         self._forget()
-        if transfer_id in self._over:
-            error = self._over[transfer_id][1]
-            raise type(error)(str(error))  # a fresh one: a raised error holds on to the frames it went through
+        self._require_not_over(transfer_id)
         offer = self._offers.get(transfer_id)
         if offer is None:
             raise UnknownTransfer(f"transfer {transfer_id} was not offered in {timeout_s:.1f} s")
@@ -182,6 +224,11 @@ class Sender:
             raise LayoutMismatch(f"{opening.skip_tokens} tokens cannot be skipped of {offer.tokens}")
         offer.claim(claim)
         return offer
+
+    def _require_not_over(self, transfer_id: str) -> None:
+        if transfer_id in self._over:
+            _, kind, reason = self._over[transfer_id]
+            raise kind(f"transfer {transfer_id} {reason}")
 
     async def _wait_for_offer(self, transfer_id: str, claim: Claim, timeout_s: float) -> None:
         waiting = self._waiting.setdefault(transfer_id, {})
@@ -229,20 +276,20 @@ class Sender:
             timer.cancel()
         match offer.error or (None if offer.claimed else offer.lost):
             case None:
-                error: TransferError = TransferUsed(f"transfer {offer.transfer_id} was used before")
+                self._remember(offer.transfer_id, TransferUsed, "was used before")
             case TransferExpired():
-                error = UnknownTransfer(f"transfer {offer.transfer_id} expired")
-            case reason:
-                error = type(reason)(str(reason))
-        self._remember(offer.transfer_id, error)
+                self._remember(offer.transfer_id, UnknownTransfer, "expired")
+            case error:
+                self._remember(offer.transfer_id, type(error), f"failed: {error}")
 
-    def _remember(self, transfer_id: str, error: TransferError) -> None:
-        self._over[transfer_id] = (self._clock() + TOMBSTONE_S, error)
+    def _remember(self, transfer_id: str, kind: type[TransferError], reason: str) -> None:
+        """There are tens of thousands of them: no error objects, and the same text for all that ended alike."""
+        self._over[transfer_id] = (self._clock() + TOMBSTONE_S, kind, reason)
         self._forget()
 
     def _forget(self) -> None:
         while self._over:
-            end_s, _ = next(iter(self._over.values()))
+            end_s, _, _ = next(iter(self._over.values()))
             if len(self._over) <= TOMBSTONES and end_s > self._clock():
                 return
             self._over.popitem(last=False)

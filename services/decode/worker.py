@@ -5,19 +5,28 @@ from __future__ import annotations
 import asyncio
 
 from kvtransfer.receiver import Receiver
+from services.cluster.membership import MembershipView
 from services.decode.config import DecodeConfig
 from services.decode.core import DecodeCore
 from services.decode.hand_off import Puller
 from services.decode.messages import Command, Event
+from services.decode.peers import Meeting, Peers
 from services.decode.service import DecodeService
 from services.decode.servicer import DecodeServicer
 from services.worker.process import Part, Parts, serve
+
+PEERS_REFRESH_S = 5.0
+"""Comings and goings are announced; the whole list is only read again for what was missed."""
 
 
 def assemble(parts: Parts) -> Part[Command, Event]:
     """The decode worker's own parts."""
     receiver = Receiver(parts.transport, parts.arena)
-    service = DecodeService(Puller(receiver, parts.channels, parts.layout, parts.identity.incarnation))
+    incarnation, cuda = parts.identity.incarnation, parts.config.device != "cpu"
+    meeting = Meeting(receiver, parts.channels, incarnation=incarnation, cuda=cuda)
+    view = MembershipView(parts.store, refresh_s=PEERS_REFRESH_S)
+    peers = Peers(view, meeting, parts.layout.fingerprint())
+    service = DecodeService(Puller(receiver, parts.channels, parts.layout, incarnation))
     core = DecodeCore(
         pool=parts.pool,
         prefix=parts.prefix,
@@ -26,13 +35,19 @@ def assemble(parts: Parts) -> Part[Command, Event]:
         max_batch=parts.config.max_batch,
     )
 
+    async def aclose() -> None:
+        await peers.aclose()
+        await receiver.aclose()
+
     return Part(
         core=core,
         deliver=service.deliver,
         attach=service.attach,
         servicers=(DecodeServicer(service, parts.identity, parts.card),),
         outstanding=lambda: service.outstanding,
-        aclose=receiver.aclose,
+        start=peers.start,
+        links=peers.links,
+        aclose=aclose,
     )
 
 

@@ -20,7 +20,7 @@ from kvtransfer.layout import DType, KvLayout
 from kvtransfer.transport.base import Transport
 from kvtransfer.transport.ucx import UcxTransport
 from services.cluster.membership import Registration
-from services.cluster.record import BlockCounts, Role, State, WorkerRecord
+from services.cluster.record import MAX_LINKS, BlockCounts, Link, Role, State, WorkerRecord
 from services.cluster.store import Store
 from services.config import WorkerConfig
 from services.engine.card import ModelCard, read_card
@@ -64,6 +64,7 @@ class Parts:
     prefix: PrefixCache
     transport: Transport
     channels: Channels
+    store: Store
 
 
 class Servicer(Protocol):
@@ -82,6 +83,9 @@ class Part(Generic[CommandT, EventT]):
     attach: Callable[[StepThread[CommandT, EventT]], None]
     servicers: Sequence[Servicer]
     outstanding: Callable[[], int]
+    start: Callable[[], Awaitable[None]]
+    """Called once the worker serves and is known."""
+    links: Callable[[], Sequence[Link]]
     aclose: Callable[[], Awaitable[None]]
 
 
@@ -108,7 +112,7 @@ async def serve(
         store = Store(config.redis)
         stack.push_async_callback(store.aclose)
         await store.connect()
-        parts, executor = await _equip(config, identity, stack)
+        parts, executor = await _equip(config, identity, store, stack)
         keep_to_cores(other_cores)
         part = assemble(parts)
         latency = LatencyModel(chunk_tokens=config.chunk_tokens)
@@ -132,18 +136,21 @@ async def serve(
         stack.push_async_callback(rpc.stop, 0.0)
 
         def record() -> WorkerRecord:
-            return _record(parts, role, thread.load, latency.latency)
+            return _record(parts, role, thread.load, latency.latency, part.links())
 
         registration = Registration(store, record)
         await registration.start()
         stack.push_async_callback(registration.aclose)
         await rpc.ready()
+        await part.start()
         log.info("%s serves %s (%s) on %s", identity.name, parts.card.name, config.dtype, identity.address)
         await _until(stop, crash)
         await _drain(identity, registration, part.outstanding)
 
 
-async def _equip(config: WorkerConfig, identity: Identity, stack: contextlib.AsyncExitStack) -> tuple[Parts, Executor]:
+async def _equip(
+    config: WorkerConfig, identity: Identity, store: Store, stack: contextlib.AsyncExitStack
+) -> tuple[Parts, Executor]:
     """Everything that takes long or may be refused: the model, its memory, the data plane."""
     dtype = cast("DType", config.dtype)
     try:
@@ -184,11 +191,12 @@ async def _equip(config: WorkerConfig, identity: Identity, stack: contextlib.Asy
         prefix=prefix,
         transport=transport,
         channels=channels,
+        store=store,
     )
     return parts, Executor(runner)
 
 
-def _record(parts: Parts, role: Role, load_now: Load, latency: Latency) -> WorkerRecord:
+def _record(parts: Parts, role: Role, load_now: Load, latency: Latency, links: Sequence[Link]) -> WorkerRecord:
     blocks = load_now.blocks
     state: State = "draining" if parts.identity.draining else "ready"
     return WorkerRecord(
@@ -213,6 +221,7 @@ def _record(parts: Parts, role: Role, load_now: Load, latency: Latency) -> Worke
         running=load_now.running,
         waiting=load_now.waiting,
         latency=latency,
+        links=tuple(links[:MAX_LINKS]),
     )
 
 

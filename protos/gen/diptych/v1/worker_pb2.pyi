@@ -3,9 +3,11 @@
 isort:skip_file
 Nouns of workers: who they are, what their KV looks like, what they are doing."""
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
@@ -248,6 +250,7 @@ class WorkerView(_message.Message):
     HEARTBEAT_AGE_FIELD_NUMBER: _builtins.int
     PREFILL_FIT_FIELD_NUMBER: _builtins.int
     STEP_FIT_FIELD_NUMBER: _builtins.int
+    LINKS_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     """What it does."""
     state: Global___WorkerState.ValueType
@@ -284,6 +287,10 @@ class WorkerView(_message.Message):
     def step_fit(self) -> Global___StepFit:
         """How long its decode steps take. Absent until it has computed enough of them to say."""
 
+    @_builtins.property
+    def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___Link]:
+        """What the data plane from each prefill worker to this one can do, measured when the two met. Of decode workers."""
+
     def __init__(
         self,
         *,
@@ -300,14 +307,67 @@ class WorkerView(_message.Message):
         heartbeat_age: _duration_pb2.Duration | None = ...,
         prefill_fit: Global___PrefillFit | None = ...,
         step_fit: Global___StepFit | None = ...,
+        links: _abc.Iterable[Global___Link] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "heartbeat_age", b"heartbeat_age", "prefill_fit", b"prefill_fit", "ref", b"ref", "step_fit", b"step_fit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "blocks", b"blocks", "context_tokens", b"context_tokens", "heartbeat_age", b"heartbeat_age", "model", b"model", "prefill_fit", b"prefill_fit", "queued_tokens", b"queued_tokens", "ref", b"ref", "role", b"role", "running", b"running", "state", b"state", "step_fit", b"step_fit", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "blocks", b"blocks", "context_tokens", b"context_tokens", "heartbeat_age", b"heartbeat_age", "links", b"links", "model", b"model", "prefill_fit", b"prefill_fit", "queued_tokens", b"queued_tokens", "ref", b"ref", "role", b"role", "running", b"running", "state", b"state", "step_fit", b"step_fit", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerView: _TypeAlias = WorkerView  # noqa: Y015
+
+@_typing.final
+class Link(_message.Message):
+    """A connection of the data plane, from the peer to the worker that says so."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PEER_FIELD_NUMBER: _builtins.int
+    PEER_INCARNATION_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    LANES_FIELD_NUMBER: _builtins.int
+    BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    ROUND_TRIP_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    WARNING_FIELD_NUMBER: _builtins.int
+    peer: _builtins.str
+    """Name of the peer."""
+    peer_incarnation: _builtins.str
+    """Incarnation of the peer: what was measured holds for this life of it."""
+    transport: _builtins.str
+    """Transport, for example "ucx"."""
+    lanes: _builtins.str
+    """What carries it, transport/device, for example "tcp/eth0" or "cuda_ipc/cuda,rc_mlx5/mlx5_0:1"."""
+    bytes_per_s: _builtins.float
+    """KV bytes a second, with several messages in flight."""
+    error: _builtins.str
+    """Why the probe failed; nothing was measured then. Transfers may work all the same."""
+    warning: _builtins.str
+    """Why a faster transport than this one was to be expected."""
+    @_builtins.property
+    def round_trip(self) -> _duration_pb2.Duration:
+        """Of a small message and its answer."""
+
+    def __init__(
+        self,
+        *,
+        peer: _builtins.str = ...,
+        peer_incarnation: _builtins.str = ...,
+        transport: _builtins.str = ...,
+        lanes: _builtins.str = ...,
+        bytes_per_s: _builtins.float = ...,
+        round_trip: _duration_pb2.Duration | None = ...,
+        error: _builtins.str = ...,
+        warning: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["round_trip", b"round_trip"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_s", b"bytes_per_s", "error", b"error", "lanes", b"lanes", "peer", b"peer", "peer_incarnation", b"peer_incarnation", "round_trip", b"round_trip", "transport", b"transport", "warning", b"warning"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Link: _TypeAlias = Link  # noqa: Y015
 
 @_typing.final
 class KvLayout(_message.Message):
