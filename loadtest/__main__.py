@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from loadtest.engine import engine
+from loadtest.faults import faults
 from loadtest.smoke import smoke
 
 
@@ -14,6 +15,7 @@ def main() -> None:
 
 
 main.add_command(engine)
+main.add_command(faults)
 main.add_command(smoke)
 
 if __name__ == "__main__":

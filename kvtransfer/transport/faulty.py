@@ -202,7 +202,7 @@ class FaultyTransport:
         return self._over(await self._inner.endpoint_of(incarnation, timeout_s))
 
     async def cut(self) -> None:
-        """Cuts every connection, now. New ones can be made."""
+        """Cuts every connection that was asked for here, now. New ones can be made."""
         await asyncio.gather(*(endpoint.abort() for endpoint in self._endpoints.values()))
 
     async def aclose(self) -> None:

@@ -100,6 +100,7 @@ async def serve(
     """Runs one worker until `stop`. StartError says in one line why it cannot start."""
     step_cores = sorted(parse_cores(config.step_cores, "step-cores"))
     other_cores = parse_cores(config.other_cores, "other-cores")
+    fault = _fault(config.fault)
     rpc = RpcServer(config.host, config.port, service_names)
     port = rpc.bind()
     identity = Identity(config.name or f"{role}-{port}", f"{config.host}:{port}")
@@ -111,7 +112,7 @@ async def serve(
         store = Store(config.redis)
         stack.push_async_callback(store.aclose)
         await store.connect()
-        parts, executor = await _equip(config, identity, stack)
+        parts, executor = await _equip(config, identity, fault, stack)
         keep_to_cores(other_cores)
         part = assemble(parts)
         latency = LatencyModel(chunk_tokens=config.chunk_tokens)
@@ -146,7 +147,16 @@ async def serve(
         await _drain(identity, registration, part.outstanding)
 
 
-async def _equip(config: WorkerConfig, identity: Identity, stack: contextlib.AsyncExitStack) -> tuple[Parts, Executor]:
+def _fault(text: str) -> Fault:
+    try:
+        return parse_fault(text)
+    except ValueError as error:
+        raise StartError(f"fault: {error}") from None
+
+
+async def _equip(
+    config: WorkerConfig, identity: Identity, fault: Fault, stack: contextlib.AsyncExitStack
+) -> tuple[Parts, Executor]:
     """Everything that takes long or may be refused: the model, its memory, the data plane."""
     dtype = cast("DType", config.dtype)
     try:
@@ -158,7 +168,7 @@ async def _equip(config: WorkerConfig, identity: Identity, stack: contextlib.Asy
     blocks = (config.kv_mib << 20) // layout.block_bytes
     if blocks < 1:
         raise StartError(f"kv-mib: {config.kv_mib} MiB hold no block of {layout.block_bytes} bytes")
-    transport, fault = _transport(config, identity)
+    transport = _transport(config, identity, fault)
     log.info("loading %s from %s", card.name, card.path)
     try:
         arena = Arena(layout, blocks, config.device)
@@ -192,17 +202,13 @@ async def _equip(config: WorkerConfig, identity: Identity, stack: contextlib.Asy
     return parts, Executor(runner)
 
 
-def _transport(config: WorkerConfig, identity: Identity) -> tuple[Transport, Fault]:
-    """The data plane, made to fail as the configuration says. StartError: it says nothing that can be understood."""
+def _transport(config: WorkerConfig, identity: Identity, fault: Fault) -> Transport:
+    """The data plane, made to fail if that is asked for."""
     transport = UcxTransport(identity.incarnation, host=config.host, cuda=config.device != "cpu")
-    try:
-        fault = parse_fault(config.fault)
-    except ValueError as error:
-        raise StartError(f"fault: {error}") from None
     if fault == Fault():
-        return transport, fault
+        return transport
     log.warning("what this worker sends goes wrong on purpose: fault=%s", config.fault)
-    return FaultyTransport(transport, fault), fault
+    return FaultyTransport(transport, fault)
 
 
 def _record(parts: Parts, role: Role, load_now: Load, latency: Latency) -> WorkerRecord:
