@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from loadtest.engine import engine
+from loadtest.faults import faults
 from loadtest.idle import idle
 from loadtest.smoke import smoke
 from loadtest.soak import soak
@@ -16,6 +17,7 @@ def main() -> None:
 
 
 main.add_command(engine)
+main.add_command(faults)
 main.add_command(idle)
 main.add_command(smoke)
 main.add_command(soak)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from kvtransfer.receiver import Receiver
+from kvtransfer.transport.faulty import FaultyControls
 from services.cluster.membership import MembershipView
 from services.decode.config import DecodeConfig
 from services.decode.core import DecodeCore
@@ -26,7 +27,8 @@ def assemble(parts: Parts) -> Part[Command, Event]:
     meeting = Meeting(receiver, parts.channels, incarnation=incarnation, cuda=cuda)
     view = MembershipView(parts.store, refresh_s=PEERS_REFRESH_S)
     peers = Peers(view, meeting, parts.layout.fingerprint())
-    service = DecodeService(Puller(receiver, parts.channels, parts.layout, incarnation))
+    controls = FaultyControls(parts.fault)
+    service = DecodeService(Puller(receiver, parts.channels, parts.layout, incarnation, control_over=controls.over))
     core = DecodeCore(
         pool=parts.pool,
         prefix=parts.prefix,

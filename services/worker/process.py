@@ -18,6 +18,8 @@ from kvtransfer.device import Arena
 from kvtransfer.errors import TransferError
 from kvtransfer.layout import DType, KvLayout
 from kvtransfer.transport.base import Transport
+from kvtransfer.transport.fault import Fault, parse_fault
+from kvtransfer.transport.faulty import FaultyTransport
 from kvtransfer.transport.ucx import UcxTransport
 from services.cluster.membership import Registration
 from services.cluster.record import MAX_LINKS, BlockCounts, Link, Role, State, WorkerRecord
@@ -65,6 +67,7 @@ class Parts:
     transport: Transport
     channels: Channels
     store: Store
+    fault: Fault
 
 
 class Servicer(Protocol):
@@ -101,6 +104,7 @@ async def serve(
     """Runs one worker until `stop`. StartError says in one line why it cannot start."""
     step_cores = sorted(parse_cores(config.step_cores, "step-cores"))
     other_cores = parse_cores(config.other_cores, "other-cores")
+    fault = _fault(config.fault)
     rpc = RpcServer(config.host, config.port, service_names)
     port = rpc.bind()
     identity = Identity(config.name or f"{role}-{port}", f"{config.host}:{port}")
@@ -112,7 +116,7 @@ async def serve(
         store = Store(config.redis)
         stack.push_async_callback(store.aclose)
         await store.connect()
-        parts, executor = await _equip(config, identity, store, stack)
+        parts, executor = await _equip(config, identity, store, fault, stack)
         keep_to_cores(other_cores)
         part = assemble(parts)
         latency = LatencyModel(chunk_tokens=config.chunk_tokens)
@@ -148,8 +152,15 @@ async def serve(
         await _drain(identity, registration, part.outstanding)
 
 
+def _fault(text: str) -> Fault:
+    try:
+        return parse_fault(text)
+    except ValueError as error:
+        raise StartError(f"fault: {error}") from None
+
+
 async def _equip(
-    config: WorkerConfig, identity: Identity, store: Store, stack: contextlib.AsyncExitStack
+    config: WorkerConfig, identity: Identity, store: Store, fault: Fault, stack: contextlib.AsyncExitStack
 ) -> tuple[Parts, Executor]:
     """Everything that takes long or may be refused: the model, its memory, the data plane."""
     dtype = cast("DType", config.dtype)
@@ -162,7 +173,7 @@ async def _equip(
     blocks = (config.kv_mib << 20) // layout.block_bytes
     if blocks < 1:
         raise StartError(f"kv-mib: {config.kv_mib} MiB hold no block of {layout.block_bytes} bytes")
-    transport = UcxTransport(identity.incarnation, host=config.host, cuda=config.device != "cpu")
+    transport = _transport(config, identity, fault)
     log.info("loading %s from %s", card.name, card.path)
     try:
         arena = Arena(layout, blocks, config.device)
@@ -192,8 +203,18 @@ async def _equip(
         transport=transport,
         channels=channels,
         store=store,
+        fault=fault,
     )
     return parts, Executor(runner)
+
+
+def _transport(config: WorkerConfig, identity: Identity, fault: Fault) -> Transport:
+    """The data plane, made to fail if that is asked for."""
+    transport = UcxTransport(identity.incarnation, host=config.host, cuda=config.device != "cpu")
+    if fault == Fault():
+        return transport
+    log.warning("what this worker sends goes wrong on purpose: fault=%s", config.fault)
+    return FaultyTransport(transport, fault)
 
 
 def _record(parts: Parts, role: Role, load_now: Load, latency: Latency, links: Sequence[Link]) -> WorkerRecord:
