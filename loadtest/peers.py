@@ -100,10 +100,16 @@ async def _step_s(server: Server, streams: int, prompt: int, new: int, numbers: 
     prompts = [numbers.choices(range(FIRST_ID, LAST_ID), k=prompt) for _ in range(streams)]
     async with httpx.AsyncClient(timeout=LIMIT_S) as client:
         arrivals = await asyncio.gather(*(_arrivals(client, server, ids, new) for ids in prompts))
+    # An answer of control tokens alone shows nothing.
+    arrivals = [times for times in arrivals if len(times) > 1]
+    if not arrivals:
+        raise httpx.DecodingError(f"{server.url} streamed no text")
     begin_s, end_s = max(times[0] for times in arrivals), min(times[-1] for times in arrivals)
+    if end_s <= begin_s:
+        raise httpx.DecodingError(f"{server.url} did not answer {streams} requests at the same time")
     # A message may carry several tokens, or none that can be shown yet: what counts is their share of the whole answer.
     tokens = [new / len(times) * sum(begin_s < at_s <= end_s for at_s in times) for times in arrivals]
-    return (end_s - begin_s) / (sum(tokens) / streams)
+    return (end_s - begin_s) / (sum(tokens) / len(arrivals))
 
 
 async def _prompt_rate(server: Server, tokens: int, numbers: random.Random) -> float:
