@@ -45,8 +45,8 @@ An offer serves all receiver shards that overlap it; `consumers` tells it how ma
 
 What holds:
 
-- A hand-off is used once. Unknown, used, expired, released and mismatched ones fail with their own error (see
-  `errors`), before or during the transfer, never with a wrong block.
+- Every part of a hand-off is used once. Unknown, used, expired, released and mismatched ones fail with their own error
+  (see `errors`), before or during the transfer, never with a wrong block.
 - Sender and receiver may have different block sizes, and shards of different degrees of tensor and pipeline
   parallelism. Both compute the same list of pieces from the two layouts.
 - `on_released` is called exactly once for each offer; afterwards nothing reads its blocks. When `pull` ends, in

@@ -27,7 +27,10 @@ class Outcome:
 
 
 class Offer:
-    """Made by Sender.offer. All calls belong to the event loop."""
+    """Made by Sender.offer. All calls belong to the event loop.
+
+    `error` is what it was given up with, `lost` what the other pulls fail with after one of them did.
+    """
 
     def __init__(
         self,

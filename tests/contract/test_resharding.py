@@ -74,6 +74,8 @@ class Group:
     released: list[int] = field(default_factory=list)
     served: list[asyncio.Task] = field(default_factory=list)
     controls: list[QueueControl] = field(default_factory=list)
+    errors: list[TransferError] = field(default_factory=list)
+    """What the senders' ends failed with."""
 
     def offer(self, whole: np.ndarray, *, limit_s: float = 10.0, **options) -> list:
         """Every sender offers its shard of `whole` (layers, 2, tokens, heads, dim)."""
@@ -96,6 +98,7 @@ class Group:
                 await self.senders[index].serve(sending, 10.0)
                 await sending.close()
             except TransferError as error:
+                self.errors.append(error)
                 sending.fail(error)
 
         self.served.append(asyncio.ensure_future(serve()))
@@ -203,6 +206,7 @@ async def test_every_shard_gets_its_own_whole_and_every_sender_is_released_once(
             np.testing.assert_array_equal(arena.array, expected(layout, whole, skip))
         await until(lambda: len(group.released) >= len(sending))
         assert sorted(group.released) == list(range(len(sending)))
+        assert group.errors == []
 
 
 async def test_an_offer_is_kept_until_the_last_of_its_receivers_has_acknowledged(transport):
@@ -214,7 +218,7 @@ async def test_an_offer_is_kept_until_the_last_of_its_receivers_has_acknowledged
         offer.finish(7)
         await group.pull_all(0, tokens)
         await asyncio.gather(*group.served)
-        assert group.released == []
+        assert group.released == group.errors == []
         with pytest.raises(TransferUsed):
             await group.pull_all(0, tokens)
         await group.pull_all(1, tokens)

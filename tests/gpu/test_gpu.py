@@ -61,7 +61,7 @@ def test_gather_and_scatter_do_on_the_gpu_what_they_do_on_the_cpu(tokens: int, o
 def test_the_copies_come_after_what_torch_was_told_before() -> None:
     """Torch writes the arena through DLPack, slowly, and nobody waits for it before the gather."""
     arena = Arena(LAYOUT, BLOCKS, "cuda:0")
-    tensor = torch.from_dlpack(arena.array)
+    tensor = torch.from_dlpack(arena.array).view(torch.int16)
     (piece,) = plan(LAYOUT, LAYOUT, BLOCKS * BLOCK_TOKENS).pieces[-1:]
     buffer = arena.staging(piece.bytes)
     slow = torch.randn(4096, 4096, device="cuda:0")
