@@ -51,7 +51,7 @@ class Offer:
         self.computed_at_s = clock()
         self._limit = limit
         self._clock = clock
-        self._on_released = on_released
+        self._on_released: Callable[[str], object] = on_released
         self._settle = settle
         self._listener: Callable[[], None] | None = None
         self._life = Life(f"offer {transfer_id}", SendState.OFFERED, SEND_TRANSITIONS)
@@ -105,8 +105,13 @@ class Offer:
             self.lease = self._limit
         if state is SendState.RELEASED:
             self._listener = None
-            self._on_released(self.transfer_id)
+            on_released, self._on_released = self._on_released, _nobody  # who is told often refers to this offer
+            on_released(self.transfer_id)
 
     def _tell(self) -> None:
         if self._listener:
             self._listener()
+
+
+def _nobody(transfer_id: str) -> None:
+    """The owner of the blocks has been told."""
