@@ -88,7 +88,7 @@ class Incoming:
         self._placed = 0
         self._started_s = equipment.clock()
         self._life = Life(f"pull {opening.transfer_id}", ReceiveState.OPENING, RECEIVE_TRANSITIONS)
-        self._reader = asyncio.ensure_future(self._read())
+        self._reader: asyncio.Task[None] | None = asyncio.ensure_future(self._read())
 
     def give_up(self, error: TransferError) -> None:
         """Ends the pull with `error`, unless it is ending already. No scatter starts after this."""
@@ -112,7 +112,7 @@ class Incoming:
             self.give_up(error if isinstance(error, TransferError) else TransferAborted("the receiver failed"))
             self._life.advance(ReceiveState.DRAINING)
             await self._control.close()
-            if self._voided:  # the sender has announced that it gives up; its stream ends with the reason
+            if self._voided and self._reader:  # the sender has announced that it gives up; its stream ends with why
                 await asyncio.wait([self._reader], timeout=_CLOSING_S)
             if self._stream_error and isinstance(error, TransferError):
                 raise self._stream_error from None
@@ -136,8 +136,10 @@ class Incoming:
             for post in self._posts:
                 if not post.operation.resolved:
                     post.buffer.quarantine()
-        self._reader.cancel()
-        await asyncio.wait([self._reader])
+        if self._reader:
+            self._reader.cancel()
+            await asyncio.wait([self._reader])
+            self._reader = None  # a cancelled task keeps its frames, and they keep this pull: a cycle
         await self._control.aclose()
         self._life.advance(ReceiveState.CLOSED)
 

@@ -57,7 +57,7 @@ class Offer:
         self.computed_at_s = clock()
         self._limit = limit
         self._clock = clock
-        self._on_released = on_released
+        self._on_released: Callable[[str], object] = on_released
         self._listeners: list[Callable[[], None]] = []
         self._claims = claims
         self._pulls: set[Claim] = set()
@@ -152,8 +152,13 @@ class Offer:
             self.lease = self._limit
         if state is SendState.RELEASED:
             self._listeners.clear()
-            self._on_released(self.transfer_id)
+            on_released, self._on_released = self._on_released, _nobody  # who is told often refers to this offer
+            on_released(self.transfer_id)
 
     def _tell(self) -> None:
         for listener in self._listeners:
             listener()
+
+
+def _nobody(transfer_id: str) -> None:
+    """The owner of the blocks has been told."""

@@ -44,9 +44,10 @@ async def probed(pair, timeout_s: float = 5.0):
 async def test_a_probe_measures_and_leaves_nothing(pair, transport):
     before = transport.counters.bytes_received
     measured = await probed(pair)
-    moved = (1 + probe.WINDOW * 2) * probe.PIECE_BYTES
-    assert measured.bytes == moved
-    assert moved <= transport.counters.bytes_received - before < moved + 4096
+    pieces, rest = divmod(measured.bytes, probe.PIECE_BYTES)
+    assert rest == 0
+    assert pieces in {1 + 2 * count for count in range(probe.WINDOW + 1)}, "two rounds, shorter ones on a busy machine"
+    assert measured.bytes <= transport.counters.bytes_received - before < measured.bytes + 4096
     assert 0 < measured.round_trip_s < 1
     assert 1e7 < measured.bytes_per_s < 1e12
     assert measured.lanes == {"memory": "memory", "ucx": "tcp/lo"}[transport.name]
