@@ -60,6 +60,12 @@ class Peer:
         self._events: dict[str, asyncio.Queue[dict[str, object]]] = {}
         self.reading = asyncio.ensure_future(self._read())
 
+    async def ready(self) -> None:
+        """Waits until it can be told something."""
+        port = (await self.heard("ready", _START_S))["port"]
+        assert isinstance(port, int)
+        self.port = port
+
     async def heard(self, event: str, limit_s: float) -> dict[str, object]:
         """The next event of that name. RowFailed: not in time."""
         queue = self._events.setdefault(event, asyncio.Queue())
@@ -103,7 +109,7 @@ class Peer:
 
 @contextlib.asynccontextmanager
 async def peer_process(options: Values, prefix: Sequence[str] = ()) -> AsyncIterator[Peer]:
-    """A ready peer, killed with the block. `prefix` goes before its command line."""
+    """A peer that starts, killed with the block. `prefix` goes before its command line."""
     incarnation = secrets.token_hex(8)
     merged = {"incarnation": incarnation, "host": HOST, "port": 0, "limit_s": LIMIT_S} | options
     process = await asyncio.create_subprocess_exec(
@@ -115,9 +121,6 @@ async def peer_process(options: Values, prefix: Sequence[str] = ()) -> AsyncIter
     )
     peer = Peer(process, incarnation, str(merged["host"]))
     try:
-        port = (await peer.heard("ready", _START_S))["port"]
-        assert isinstance(port, int)
-        peer.port = port
         yield peer
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -168,9 +171,11 @@ class _Run:
         row = self._row
         async with contextlib.AsyncExitStack() as stack:
             fault: Values = {"phase": row.phase.value, "action": _ACTIONS[row.kind]}
-            starting = {side: peer_process(fault if side is row.victim else {}) for side in Side}
-            peers = await asyncio.gather(*(stack.enter_async_context(each) for each in starting.values()))
-            self._peers = dict(zip(starting, peers, strict=True))
+            for side in Side:
+                options = fault if side is row.victim else {}
+                self._peers[side] = await stack.enter_async_context(peer_process(options))
+            for peer in self._peers.values():
+                await peer.ready()
             await transfer(FIRST, self._peers[Side.SENDER], self._peers[Side.RECEIVER])
             await self._peers[row.victim].heard("phase", _PHASE_S)
             await self._settle_survivor(time.monotonic())
@@ -178,6 +183,7 @@ class _Run:
             if not row.victim_lives:
                 port = self._peers[row.victim].port if row.kind is Kind.RESTARTED else 0
                 self._peers[row.victim] = await stack.enter_async_context(peer_process({"port": port}))
+                await self._peers[row.victim].ready()
             await self._whole_transfer()
             for peer in self._peers.values():
                 await peer.end()

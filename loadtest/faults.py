@@ -13,6 +13,7 @@ from loadtest.fault_redis import run_redis_rows
 from loadtest.fault_run import Outcome, run_row
 from loadtest.fault_table import Kind, Row, rows_like
 from services.cli.tables import table_console
+from services.errors import StartError
 
 
 @click.command()
@@ -30,7 +31,11 @@ def faults(pattern: str, jobs: int, as_json: bool) -> None:
     if not rows:
         raise click.ClickException(f"no row is like {pattern!r}")
     by_itself = [row for row in rows if row.kind is not Kind.REDIS]
-    outcomes = asyncio.run(_run(by_itself, jobs)) + run_redis_rows([row for row in rows if row.kind is Kind.REDIS])
+    outcomes = asyncio.run(_run(by_itself, jobs))
+    try:
+        outcomes += run_redis_rows([row for row in rows if row.kind is Kind.REDIS])
+    except StartError as error:
+        raise click.ClickException(str(error)) from None
     if as_json:
         click.echo(json.dumps({"rows": [_values(outcome) for outcome in outcomes]}))
     else:

@@ -168,7 +168,7 @@ def read_kv(arena: Arena, blocks, tokens: int) -> np.ndarray:
     return np.stack([arena.array[:, :, blocks[t // size], t % size] for t in range(tokens)], axis=2)
 
 
-TRANSPORTS = ["memory", "ucx", "faulty: memory", "faulty: ucx", "faulty: memory, delay=2ms,reorder=8ms,rate=3Gbit"]
+SLOW = "faulty: memory, delay=2ms,reorder=8ms,rate=3Gbit"
 
 
 def make_transport(kind: str, incarnation: str):

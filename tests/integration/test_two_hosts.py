@@ -85,6 +85,8 @@ async def hosts(cable: Cable, **fault: str) -> AsyncIterator[tuple[Peer, Peer]]:
         peer_process({"host": LEFT, **fault}, prefix=("ip", "netns", "exec", cable.left)) as sender,
         peer_process({"host": RIGHT}, prefix=("ip", "netns", "exec", cable.right)) as receiver,
     ):
+        for peer in (sender, receiver):
+            await peer.ready()
         yield sender, receiver
         for peer in (sender, receiver):
             await peer.end()
