@@ -72,6 +72,16 @@ class Sender:
         """Offers that are not released yet."""
         return len(self._offers)
 
+    @property
+    def staging_out(self) -> int:
+        """Staging buffers that are filled, posted or draining now."""
+        return self._equipment.staging.out
+
+    @property
+    def quarantined(self) -> int:
+        """Staging buffers lost to operations that never resolved."""
+        return self._equipment.staging.quarantined
+
     def offer(
         self,
         transfer_id: str,

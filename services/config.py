@@ -59,6 +59,11 @@ class WorkerConfig(ServiceConfig):
     chunk_tokens: int = setting(256, "Most prompt tokens computed in one step.", minimum=1)
     max_batch: int = setting(64, "Most requests in one step.", minimum=1)
     step_cores: str = setting("", "CPU cores of the step thread, for example 0 or 0,1; empty leaves it to the system.")
+    fault: str = setting(
+        "",
+        "What goes wrong with the KV that this worker sends and with its acknowledgements, to see what happens then: a "
+        "list of rate=1Gbit, delay=5ms, reorder=2ms, cut-after=3MB, cut-in=1MB, drop-ack=1, seed=7. Empty: nothing.",
+    )
 
 
 def load(config: type[ConfigT], service: str, about: str, argv: Sequence[str] | None = None) -> ConfigT:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import grpc.aio
 from diptych.v1 import kv_transfer_pb2, kv_transfer_pb2_grpc, worker_pb2
 
-from kvtransfer import KvLayout, Open, Received, Receiver, TransferError
+from kvtransfer import Control, KvLayout, Open, Received, Receiver, TransferError
 from services.errors import HandOffLost
 from services.rpc.channels import Channels
 from services.telemetry import context as call_context
@@ -33,9 +34,19 @@ class HandOff:
 class Puller:
     """Pulls hand-offs into this worker's arena."""
 
-    def __init__(self, receiver: Receiver, channels: Channels, layout: KvLayout, incarnation: str) -> None:
+    def __init__(
+        self,
+        receiver: Receiver,
+        channels: Channels,
+        layout: KvLayout,
+        incarnation: str,
+        *,
+        control_over: Callable[[Control], Control] = lambda control: control,
+    ) -> None:
+        """`control_over` may put something between a pull and its control stream."""
         self._receiver, self._channels = receiver, channels
         self._layout, self._incarnation = layout, incarnation
+        self._control_over = control_over
 
     async def pull(
         self, hand_off: HandOff, blocks: tuple[int, ...], *, tokens: int, skip_tokens: int, limit_s: float
@@ -48,7 +59,7 @@ class Puller:
         stub = kv_transfer_pb2_grpc.KvTransferServiceStub(self._channels.to(hand_off.sender.address))
         # The stream outlives the transfer's own limit, so that given-up pieces drain over it.
         call = stub.Pull(timeout=limit_s + _DRAIN_S, metadata=call_context.outgoing())  # type: ignore[call-arg]  # stubs differ
-        control = CallingControl(call, hand_off.sender)
+        control = self._control_over(CallingControl(call, hand_off.sender))
         opening = Open(
             transfer_id=hand_off.transfer_id,
             sender_incarnation=hand_off.sender.incarnation,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from kvtransfer.receiver import Receiver
+from kvtransfer.transport.faulty import FaultyControls
 from services.decode.config import DecodeConfig
 from services.decode.core import DecodeCore
 from services.decode.hand_off import Puller
@@ -17,7 +18,10 @@ from services.worker.process import Part, Parts, serve
 def assemble(parts: Parts) -> Part[Command, Event]:
     """The decode worker's own parts."""
     receiver = Receiver(parts.transport, parts.arena)
-    service = DecodeService(Puller(receiver, parts.channels, parts.layout, parts.identity.incarnation))
+    controls = FaultyControls(parts.fault)
+    service = DecodeService(
+        Puller(receiver, parts.channels, parts.layout, parts.identity.incarnation, control_over=controls.over)
+    )
     core = DecodeCore(
         pool=parts.pool,
         prefix=parts.prefix,

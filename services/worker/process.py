@@ -18,6 +18,8 @@ from kvtransfer.device import Arena
 from kvtransfer.errors import TransferError
 from kvtransfer.layout import DType, KvLayout
 from kvtransfer.transport.base import Transport
+from kvtransfer.transport.fault import Fault, parse_fault
+from kvtransfer.transport.faulty import FaultyTransport
 from kvtransfer.transport.ucx import UcxTransport
 from services.cluster.membership import Registration
 from services.cluster.record import BlockCounts, Role, State, WorkerRecord
@@ -64,6 +66,7 @@ class Parts:
     prefix: PrefixCache
     transport: Transport
     channels: Channels
+    fault: Fault
 
 
 class Servicer(Protocol):
@@ -155,7 +158,7 @@ async def _equip(config: WorkerConfig, identity: Identity, stack: contextlib.Asy
     blocks = (config.kv_mib << 20) // layout.block_bytes
     if blocks < 1:
         raise StartError(f"kv-mib: {config.kv_mib} MiB hold no block of {layout.block_bytes} bytes")
-    transport = UcxTransport(identity.incarnation, host=config.host, cuda=config.device != "cpu")
+    transport, fault = _transport(config, identity)
     log.info("loading %s from %s", card.name, card.path)
     try:
         arena = Arena(layout, blocks, config.device)
@@ -184,8 +187,22 @@ async def _equip(config: WorkerConfig, identity: Identity, stack: contextlib.Asy
         prefix=prefix,
         transport=transport,
         channels=channels,
+        fault=fault,
     )
     return parts, Executor(runner)
+
+
+def _transport(config: WorkerConfig, identity: Identity) -> tuple[Transport, Fault]:
+    """The data plane, made to fail as the configuration says. StartError: it says nothing that can be understood."""
+    transport = UcxTransport(identity.incarnation, host=config.host, cuda=config.device != "cpu")
+    try:
+        fault = parse_fault(config.fault)
+    except ValueError as error:
+        raise StartError(f"fault: {error}") from None
+    if fault == Fault():
+        return transport, fault
+    log.warning("what this worker sends goes wrong on purpose: fault=%s", config.fault)
+    return FaultyTransport(transport, fault), fault
 
 
 def _record(parts: Parts, role: Role, load_now: Load, latency: Latency) -> WorkerRecord:

@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 import pytest_asyncio
-from kv_pairs import LAYOUT, SENDER, control_pair, make_transport, pair_over, until, write_kv
+from kv_pairs import LAYOUT, SENDER, TRANSPORTS, control_pair, make_transport, pair_over, until, write_kv
 
 from kvtransfer import (
     Accepted,
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 BLOCK = LAYOUT.block_tokens
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["memory", "ucx"])
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=TRANSPORTS)
 async def transport(request):
     """Both sides share one transport that talks to itself: UCX has one context in a process."""
     transport = make_transport(request.param, "4ece17e4" + "0" * 8)
