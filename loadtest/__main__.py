@@ -5,7 +5,9 @@ from __future__ import annotations
 import click
 
 from loadtest.engine import engine
+from loadtest.interference import interference
 from loadtest.smoke import smoke
+from loadtest.transfer import transfer
 
 
 @click.group(help=__doc__)
@@ -14,7 +16,9 @@ def main() -> None:
 
 
 main.add_command(engine)
+main.add_command(interference)
 main.add_command(smoke)
+main.add_command(transfer)
 
 if __name__ == "__main__":
     main(prog_name="python -m loadtest")

@@ -93,10 +93,10 @@ async def _step_s(server: Server, streams: int, prompt: int, new: int, numbers: 
     """Time of one step while all streams decode: from the last one's first token to the first one's last token."""
     prompts = [numbers.choices(range(FIRST_ID, LAST_ID), k=prompt) for _ in range(streams)]
     async with httpx.AsyncClient(timeout=LIMIT_S) as client:
-        arrivals = await asyncio.gather(*(_arrivals(client, server, ids, new) for ids in prompts))
-    begin_s, end_s = max(times[0] for times in arrivals), min(times[-1] for times in arrivals)
+        streamed = await asyncio.gather(*(arrivals(client, server, ids, new) for ids in prompts))
+    begin_s, end_s = max(times[0] for times in streamed), min(times[-1] for times in streamed)
     # A message may carry several tokens, or none that can be shown yet: what counts is their share of the whole answer.
-    tokens = [new / len(times) * sum(begin_s < at_s <= end_s for at_s in times) for times in arrivals]
+    tokens = [new / len(times) * sum(begin_s < at_s <= end_s for at_s in times) for times in streamed]
     return (end_s - begin_s) / (sum(tokens) / streams)
 
 
@@ -104,11 +104,11 @@ async def _prompt_rate(server: Server, tokens: int, numbers: random.Random) -> f
     ids = numbers.choices(range(FIRST_ID, LAST_ID), k=tokens)
     begin_s = time.perf_counter()
     async with httpx.AsyncClient(timeout=LIMIT_S) as client:
-        times = await _arrivals(client, server, ids, 1)
+        times = await arrivals(client, server, ids, 1)
     return tokens / (times[-1] - begin_s)
 
 
-async def _arrivals(client: httpx.AsyncClient, server: Server, prompt: Sequence[int], new: int) -> list[float]:
+async def arrivals(client: httpx.AsyncClient, server: Server, prompt: Sequence[int], new: int) -> list[float]:
     """When each message with text came, in seconds of the performance counter; at least the end of the answer."""
     body = {"model": server.model, "prompt": list(prompt), "max_tokens": new, "temperature": 0, "stream": True}
     body |= {"ignore_eos": True, **server.extra}
