@@ -43,6 +43,9 @@ log = logging.getLogger(__name__)
 WINDOW: Final = 4
 """Pieces of one transfer with a posted receive at a time."""
 
+_REFILL: Final = 2
+"""The window is filled up when so many are left in it, which the sender may have in flight: one word says two posts."""
+
 _CLOSING_S: Final = 2.0
 
 
@@ -195,9 +198,13 @@ class Incoming:
             await self._post_window(manifest.pieces)
 
     async def _post_window(self, pieces: tuple[Piece, ...]) -> None:
-        """Posts receives until the window is full, or no more staging is free but one piece is posted; says how far."""
+        """When little is left of the window: posts receives until it is full, or no more staging is free but one piece
+        is posted; says how far.
+        """
         assert self._endpoint is not None and self._accepted is not None
         before = len(self._posts)
+        if before - self._placed > _REFILL:
+            return
         while len(self._posts) < min(len(pieces), self._placed + WINDOW) and not self._is_over():
             piece = pieces[len(self._posts)]
             buffer = await self._equipment.staging.try_acquire(piece.bytes)

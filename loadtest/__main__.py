@@ -7,8 +7,10 @@ import click
 from loadtest.engine import engine
 from loadtest.faults import faults
 from loadtest.idle import idle
+from loadtest.interference import interference
 from loadtest.smoke import smoke
 from loadtest.soak import soak
+from loadtest.transfer import transfer
 
 
 @click.group(help=__doc__)
@@ -19,8 +21,10 @@ def main() -> None:
 main.add_command(engine)
 main.add_command(faults)
 main.add_command(idle)
+main.add_command(interference)
 main.add_command(smoke)
 main.add_command(soak)
+main.add_command(transfer)
 
 if __name__ == "__main__":
     main(prog_name="python -m loadtest")

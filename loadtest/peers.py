@@ -99,28 +99,28 @@ async def _step_s(server: Server, streams: int, prompt: int, new: int, numbers: 
     """Time of one step while all streams decode: from the last one's first token to the first one's last token."""
     prompts = [numbers.choices(range(FIRST_ID, LAST_ID), k=prompt) for _ in range(streams)]
     async with httpx.AsyncClient(timeout=LIMIT_S) as client:
-        arrivals = await asyncio.gather(*(_arrivals(client, server, ids, new) for ids in prompts))
+        streamed = await asyncio.gather(*(arrivals(client, server, ids, new) for ids in prompts))
     # An answer of control tokens alone shows nothing.
-    arrivals = [times for times in arrivals if len(times) > 1]
-    if not arrivals:
+    streamed = [times for times in streamed if len(times) > 1]
+    if not streamed:
         raise httpx.DecodingError(f"{server.url} streamed no text")
-    begin_s, end_s = max(times[0] for times in arrivals), min(times[-1] for times in arrivals)
+    begin_s, end_s = max(times[0] for times in streamed), min(times[-1] for times in streamed)
     if end_s <= begin_s:
         raise httpx.DecodingError(f"{server.url} did not answer {streams} requests at the same time")
     # A message may carry several tokens, or none that can be shown yet: what counts is their share of the whole answer.
-    tokens = [new / len(times) * sum(begin_s < at_s <= end_s for at_s in times) for times in arrivals]
-    return (end_s - begin_s) / (sum(tokens) / len(arrivals))
+    tokens = [new / len(times) * sum(begin_s < at_s <= end_s for at_s in times) for times in streamed]
+    return (end_s - begin_s) / (sum(tokens) / len(streamed))
 
 
 async def _prompt_rate(server: Server, tokens: int, numbers: random.Random) -> float:
     ids = numbers.choices(range(FIRST_ID, LAST_ID), k=tokens)
     begin_s = time.perf_counter()
     async with httpx.AsyncClient(timeout=LIMIT_S) as client:
-        times = await _arrivals(client, server, ids, 1)
+        times = await arrivals(client, server, ids, 1)
     return tokens / (times[-1] - begin_s)
 
 
-async def _arrivals(client: httpx.AsyncClient, server: Server, prompt: Sequence[int], new: int) -> list[float]:
+async def arrivals(client: httpx.AsyncClient, server: Server, prompt: Sequence[int], new: int) -> list[float]:
     """When each message with text came, in seconds of the performance counter; at least the end of the answer."""
     body = {"model": server.model, "prompt": list(prompt), "max_tokens": new, "temperature": 0, "stream": True}
     body |= {"ignore_eos": True, **server.extra}
