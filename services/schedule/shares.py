@@ -60,8 +60,10 @@ class Shares:
         if account.requests:
             return
         del self._accounts[tenant]
-        self._weights = sum(one.weight for one in self._accounts.values()) if len(self._accounts) < 8 else (
-            self._weights - account.weight
+        self._weights = (
+            sum(one.weight for one in self._accounts.values())
+            if len(self._accounts) < 8
+            else (self._weights - account.weight)
         )
         if account.served > self._fair:
             self._ahead[tenant] = account.served
@@ -105,13 +107,13 @@ class Level:
         """KeyError when it is not here."""
         self._queue.remove(key)
 
-    def first(self, count: int) -> list[str]:
-        """The first `count`, in order, to be served: the clock moves to the last one's tag."""
+    def serve(self, count: int) -> list[str]:
+        """The first `count`, in order, which are served now: the clock moves to the last one's tag."""
         keys = self._queue.first(count)
         if keys:
             self._clock = max(self._clock, self._queue.rank(keys[-1]))
         return keys
 
-    def peek(self, count: int) -> list[str]:
+    def first(self, count: int) -> list[str]:
         """The same without serving them."""
         return self._queue.first(count)
