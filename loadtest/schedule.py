@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict
 from functools import lru_cache
 from importlib.util import find_spec
 from multiprocessing import get_context
@@ -15,6 +17,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from loadtest.schedule_costs import costs, costs_table
 from loadtest.schedule_report import rows_of, tables
 from loadtest.schedule_runs import Cell, Run, cells, run
 from loadtest.workloads import Workload, synthetic, traced
@@ -47,11 +50,13 @@ def schedule(
     if plot and find_spec("matplotlib") is None:
         raise click.ClickException("--plot needs matplotlib: pip install 'diptych[plots]'")
     seeds = min(seeds, 2) if quick else seeds
+    spent = costs(time.perf_counter)
     rows = rows_of(_runs(list(cells(workloads, quick=quick)), traces, seeds, jobs))
     if as_json:
-        click.echo(json.dumps({"rows": [row.as_dict() for row in rows]}))
+        plain = {"rows": [row.as_dict() for row in rows], "costs": [asdict(one) for one in spent]}
+        click.echo(json.dumps(plain))
     else:
-        for table in tables(rows):
+        for table in (*tables(rows), costs_table(spent)):
             table_console().print(table)
     if plot:
         from loadtest.figures import draw  # matplotlib is an extra

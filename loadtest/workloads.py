@@ -91,7 +91,8 @@ def flooded(rate: float, count: int, rng: random.Random) -> list[Request]:
     for index in range(count):
         now_s += rng.expovariate(rate / 4)
         light.append(_request(index, now_s, chat(rng), tenant="light", priority=1))
-    flood, at_s = [], now_s / 3
+    flood: list[Request] = []
+    at_s = now_s / 3
     while at_s < now_s * 2 / 3:
         at_s += rng.expovariate(rate * 2)
         flood.append(_request(count + len(flood), at_s, chat(rng), tenant="flood"))

@@ -22,7 +22,7 @@ time, the front first. So it waits for ⌊(L − 1) ÷ B⌋ = ⌈L ÷ B⌉ − 1
 
     wait  ≤  α + ⌈L ÷ B⌉·s + the time to have its KV back, if that was swapped out.
 
-With several tenants let n of the L be its own: Σₖ(wₖ·(n − 1) ÷ w + 1) + n − 1 take the place of L − 1 (`shares`).
+With several tenants let n of the L be its own: Σₖ(wₖ·n ÷ w + 1) + n − 1 take the place of L − 1 (`shares`).
 """
 
 from __future__ import annotations

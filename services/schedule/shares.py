@@ -9,7 +9,7 @@ served    per tenant, over all levels, as the virtual token counter of Sheng et 
 tag       per level, the start tag of start-time fair queueing (Goyal et al., SIGCOMM 1996): a request enters a level
           with the tag max(level's clock, tenant's last finish tag), and its tenant's finish tag goes 1 ÷ weight beyond
           that: one quantum. With one tenant, or none waiting, that is first in, first out. A request with the n-th tag
-          of its tenant is passed by at most Σₖ(wₖ·(n − 1) ÷ w + 1) requests of the others, however many they send.
+          of its tenant is passed by at most Σₖ(wₖ·n ÷ w + 1) requests of the others, however many they send.
 """
 
 from __future__ import annotations

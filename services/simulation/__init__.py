@@ -4,6 +4,6 @@
     memory     KV blocks, host pool and link, where KV is limited
     engine     the loop
 
-`Simulation(machine, policy, requests, limit).run()` is deterministic: randomness is in the requests alone. KV blocks are
-those of `kvtransfer.blocks`; without a limit they are not accounted for at all, since nothing could run short.
+`Simulation(machine, policy, requests, limit).run()` is deterministic: randomness is in the requests alone. Blocks are
+those of `kvtransfer.blocks`; without a limit nobody accounts for them, since nothing could run short.
 """

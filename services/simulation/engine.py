@@ -109,6 +109,10 @@ class Simulation:
         if self._memory:
             self._memory.pool.check()
 
+    def free_blocks(self) -> int:
+        """Of the KV pool; 0 where memory is not limited."""
+        return self._memory.pool.counts().free if self._memory else 0
+
     def _next_arrival_s(self) -> float:
         return self._requests[self._arrived].arrival_s if self._arrived < len(self._requests) else float("inf")
 
