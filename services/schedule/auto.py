@@ -22,9 +22,8 @@ from services.schedule.gain import predicted_gain
 from services.schedule.mlfq import Mlfq
 from services.schedule.policy import Change, Job, Next, Policy
 
-ENTER: Final = 1.25
-LEAVE: Final = 1.05
-"""Above 1, for a batch is many servers, of which no request fills one: a queue of them loses what it loses sooner."""
+ENTER: Final = 1.15
+LEAVE: Final = 1.0
 WINDOW: Final = 256
 LEAST: Final = 24
 """Completions before it predicts anything."""
