@@ -50,7 +50,7 @@ def schedule(
     if plot and find_spec("matplotlib") is None:
         raise click.ClickException("--plot needs matplotlib: pip install 'diptych[plots]'")
     seeds = min(seeds, 2) if quick else seeds
-    spent = costs(time.perf_counter, live=LIVE[:3] if quick else LIVE)
+    spent = costs(time.process_time, live=LIVE[:3] if quick else LIVE)
     rows = rows_of(_runs(list(cells(workloads, quick=quick)), traces, seeds, jobs))
     if as_json:
         plain = {"rows": [row.as_dict() for row in rows], "costs": [asdict(one) for one in spent]}

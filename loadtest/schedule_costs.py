@@ -35,7 +35,7 @@ def costs(
     live: Sequence[int] = LIVE,
     steps: int = 400,
 ) -> list[Cost]:
-    """`clock`: seconds. Every step ends a tenth of its batch, and as many arrive."""
+    """`clock`: seconds of CPU time. Every step ends a tenth of its batch, and as many arrive."""
     sizes = [(count, batch) for count in live for batch in (16, 64)]
     return [_cost(policy, count, batch, steps, clock) for policy in policies for count, batch in sizes]
 
