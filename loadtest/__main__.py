@@ -8,6 +8,7 @@ from loadtest.engine import engine
 from loadtest.faults import faults
 from loadtest.idle import idle
 from loadtest.interference import interference
+from loadtest.schedule import schedule
 from loadtest.smoke import smoke
 from loadtest.soak import soak
 from loadtest.transfer import transfer
@@ -22,6 +23,7 @@ main.add_command(engine)
 main.add_command(faults)
 main.add_command(idle)
 main.add_command(interference)
+main.add_command(schedule)
 main.add_command(smoke)
 main.add_command(soak)
 main.add_command(transfer)

@@ -31,7 +31,7 @@ Line = dict[str, str | int | float | bool | list[int] | dict[str, int]]
 
 def pieces_of(place: str, tokens: int) -> tuple[Piece, ...]:
     """The pieces in which so many tokens of a shape travel."""
-    return plan_pieces(SHAPES[place], BLOCK_TOKENS, tokens)
+    return plan_pieces(SHAPES[place], SHAPES[place], tokens)
 
 
 class Lines:
