@@ -70,6 +70,11 @@ class Plan:
         """Whether the model has to be loaded."""
         return WITH_ENGINE in self.shapes
 
+    @property
+    def most_tokens(self) -> int:
+        """What the memory on both sides must hold."""
+        return max(*self.tokens, STEP_TOKENS if self.steps and self.uses_engine else 1)
+
 
 @dataclass(kw_only=True)
 class Bench:
@@ -142,7 +147,7 @@ class Bench:
 
 
 async def _run(plan: Plan, card: ModelCard | None) -> list[Row]:
-    places = dict.fromkeys((*plan.shapes, *([ENGINE] if plan.uses_engine else [])), max(plan.tokens))
+    places = dict.fromkeys((*plan.shapes, *([ENGINE] if plan.uses_engine else [])), plan.most_tokens)
     others = plan.cores[1:] or plan.cores
     links = [link_bytes_per_s(link_gbps) for link_gbps in plan.links_gbps]
     if 0.0 not in links:
@@ -154,12 +159,12 @@ async def _run(plan: Plan, card: ModelCard | None) -> list[Row]:
     try:
         await transport.start()
         for shape in plan.shapes:
-            target.prepare(shape, SHAPES[shape], max(plan.tokens))
+            target.prepare(shape, SHAPES[shape], plan.most_tokens)
         bench = Bench(plan=plan, target=target)
         steps = None
         if card:
             own = DecodeSteps.blocks(BLOCK_TOKENS)
-            arena = target.prepare(ENGINE, layout_of(card, "bf16", BLOCK_TOKENS), max(plan.tokens), own)
+            arena = target.prepare(ENGINE, layout_of(card, "bf16", BLOCK_TOKENS), plan.most_tokens, own)
             steps = DecodeSteps(card, arena, plan.cores[:1]) if plan.steps else None
         keep_to_cores(frozenset(others))
         found = await bench.run()
