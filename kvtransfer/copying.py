@@ -44,7 +44,7 @@ class CopyThread:
 
 
 def checksum(buffer: Buffer) -> int:
-    """32 bits that tell a buffer from a damaged, stale or half-written one, six times as fast as a CRC of it.
+    """32 bits that tell a buffer from a damaged, stale or half-written one, several times as fast as a CRC of it.
 
     The bytes as rows of 512 little words: CRC-32 over the sums of all columns, the sums of all rows, and what is left
     after the last row. It sees every change of a single word, and every change of order; several changes pass only
