@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import click
@@ -67,6 +67,9 @@ class Answer:
     type=click.IntRange(0, MAX_LOGPROBS),
     help="With --json: each token's log-probability and so many alternatives.",
 )
+@click.option(
+    "--answers", default=1, type=click.IntRange(1), help="Answers to the same prompt, with seeds of their own."
+)
 @click.option("--seed", type=click.IntRange(0, 2**64 - 1), help="The same seed gives the same answer.")
 @click.option("--stop", multiple=True, help="Text that ends the answer; may be given several times.")
 @click.option("--ignore-eos", is_flag=True, help="Go on to --max-tokens.")
@@ -78,20 +81,27 @@ class Answer:
     show_default=True,
     help="Give up after so many seconds.",
 )
-@click.option("--json", "as_json", is_flag=True, help="One line of JSON with text, usage and phases, nothing else.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="A line of JSON per answer with text, usage and phases; nothing else."
+)
 def generate(prompt: str, address: str, chat: bool, limit_s: float, as_json: bool, **values: object) -> None:
     """Asks a running mesh for an answer to PROMPT ("-" reads it from stdin).
 
-    The text streams to stdout; a table of where the time went follows on stderr.
+    The text streams to stdout, that of several answers when it is whole; a table of where the time went (of the first
+    answer) follows on stderr.
     """
     request = build_request(sys.stdin.read() if prompt == "-" else prompt, chat=chat, **values)  # type: ignore[arg-type]  # click made the types
+    streams = not as_json and request.answers <= 1
     with channel_to(address) as channel:
-        answer = ask(channel, request, limit_s=limit_s, on_text=(lambda text: None) if as_json else _echo)
+        answers = ask_all(channel, request, limit_s=limit_s, on_text=_echo if streams else lambda text: None)
     if as_json:
-        click.echo(answer.as_json())
+        for answer in answers:
+            click.echo(answer.as_json())
         return
+    if not streams:
+        click.echo("\n".join(f"[{i} of {len(answers)}] {answer.text}" for i, answer in enumerate(answers, 1)), nl=False)
     click.echo()
-    table_console(stderr=True).print(phase_table(answer.usage, answer.phases))
+    table_console(stderr=True).print(phase_table(answers[0].usage, answers[0].phases))
 
 
 def build_request(
@@ -108,6 +118,7 @@ def build_request(
     presence_penalty: float = 0.0,
     frequency_penalty: float = 0.0,
     logprobs: int | None = None,
+    answers: int = 1,
     seed: int | None = None,
     stop: tuple[str, ...] = (),
     ignore_eos: bool = False,
@@ -125,7 +136,7 @@ def build_request(
         logprobs=logprobs,
     )
     request = gateway_pb2.GenerateRequest(
-        model=model, sampling=sampling, max_tokens=max_tokens, stop=stop, ignore_eos=ignore_eos
+        model=model, sampling=sampling, max_tokens=max_tokens, stop=stop, ignore_eos=ignore_eos, answers=answers
     )
     if chat:
         request.chat.messages.add(role="user", content=prompt)
@@ -141,32 +152,42 @@ def ask(
     limit_s: float,
     on_text: Callable[[str], None],
 ) -> Answer:
+    """Asks for one answer, see `ask_all`."""
+    (answer,) = ask_all(channel, request, limit_s=limit_s, on_text=on_text)
+    return answer
+
+
+def ask_all(
+    channel: grpc.Channel,
+    request: gateway_pb2.GenerateRequest,
+    *,
+    limit_s: float,
+    on_text: Callable[[str], None],
+) -> list[Answer]:
     """Sends the request and gives `on_text` every piece of text as it comes. Raises grpc.RpcError."""
     call = gateway_pb2_grpc.GatewayServiceStub(channel).Generate(request, timeout=limit_s)
-    texts: list[str] = []
-    token_ids: list[int] = []
-    logprobs: list[request_pb2.TokenLogprobs] = []
-    finish: gateway_pb2.Finish | None = None
+    parts: list[list[gateway_pb2.GenerateResponse]] = [[] for _ in range(request.answers or 1)]
     try:
         for message in call:
             if message.text:
-                texts.append(message.text)
                 on_text(message.text)
-            token_ids.extend(message.token_ids)
-            logprobs.extend(message.logprobs)
-            if message.HasField("finish"):
-                finish = message.finish
+            parts[message.index].append(message)
     finally:
         call.cancel()  # type: ignore[no-untyped-call]  # no effect on a call that has ended
-    if finish is None:
+    return [_answer(messages) for messages in parts]
+
+
+def _answer(messages: Sequence[gateway_pb2.GenerateResponse]) -> Answer:
+    if not messages or not messages[-1].HasField("finish"):
         raise click.ClickException("the answer broke off without saying how it ended")
+    finish = messages[-1].finish
     return Answer(
-        text="".join(texts),
-        token_ids=tuple(token_ids),
+        text="".join(message.text for message in messages),
+        token_ids=tuple(token_id for message in messages for token_id in message.token_ids),
         finish_reason=FINISH_WORDS[finish.reason],
         usage=finish.usage,
         phases=phase_values(finish.phases),
-        logprobs=tuple(logprobs),
+        logprobs=tuple(logprobs for message in messages for logprobs in message.logprobs),
     )
 
 

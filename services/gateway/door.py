@@ -7,23 +7,29 @@ everything inside it (deadlines, task groups, spans) begins and ends in the same
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from services.errors import DiptychError, Unavailable
-from services.gateway.generate import Event, Life, Mesh
+from services.gateway.generate import Event, Life
+from services.gateway.mesh import Mesh
 from services.gateway.request import GenerationRequest
 
 _LIST_LIMIT_S = 2.0
 
 
 class EventStream:
-    """The events of one answer. Those that wait for a slow client are joined; max_tokens bounds how much can wait."""
+    """The events of a request. Neighbours of one answer that wait for a slow client are joined.
+
+    max_tokens and the number of answers bound how much can wait.
+    """
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
         self._events: asyncio.Queue[Event | None] = asyncio.Queue()
+        self._waiting: deque[Event | None] = deque()  # taken from the queue, and not yet its turn
         self._task: asyncio.Task[None] | None = None
 
     def emit(self, event: Event) -> None:
@@ -39,15 +45,15 @@ class EventStream:
         return self
 
     async def __anext__(self) -> Event:
-        event = await self._events.get()
+        event = self._waiting.popleft() if self._waiting else await self._events.get()
         if event is None:
-            self._events.put_nowait(None)  # asked again, the answer is the same
+            self._waiting.append(None)  # asked again, the answer is the same
             self._raise()
             raise StopAsyncIteration
-        while not self._events.empty() and event.finish is None:
+        while event.finish is None and not self._events.empty():
             following = self._events.get_nowait()
-            if following is None:
-                self._events.put_nowait(None)
+            if following is None or following.index != event.index:
+                self._waiting.append(following)
                 break
             event = _joined(event, following)
         return event
@@ -67,6 +73,7 @@ def _joined(first: Event, second: Event) -> Event:
     return Event(
         text=first.text + second.text,
         token_ids=[*first.token_ids, *second.token_ids],
+        index=first.index,
         finish=second.finish,
         logprobs=[*first.logprobs, *second.logprobs],
         shown=[*first.shown, *second.shown],

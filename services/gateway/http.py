@@ -11,7 +11,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
@@ -21,14 +21,13 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.errors import Cancelled, DiptychError, InvalidArgument, NotAdmitted
-from services.gateway.answer import LoggedToken
 from services.gateway.door import Gateway
 from services.gateway.generate import Event
 from services.gateway.metrics import CONTENT_TYPE
-from services.gateway.openai_answers import Shape, error_body, status_code
+from services.gateway.openai_answers import Choice, Shape, error_body, status_code
 from services.gateway.openai_fields import Body, ChatBody, CompletionBody, parse
 from services.gateway.openai_logprobs import Json
-from services.gateway.placement import Finish
+from services.gateway.placement import Finish, Usage
 from services.gateway.request import GenerationRequest
 from services.rpc.options import MAX_MESSAGE_BYTES
 from services.telemetry import context
@@ -112,7 +111,7 @@ class _Edge:
 
 
 class Answering(Response):
-    """One answer, whole or as server-sent events. A client that goes away ends the request at once."""
+    """The answers to one request, whole or as server-sent events. A client that goes away ends the request at once."""
 
     def __init__(self, gateway: Gateway, body: Body, request: GenerationRequest, *, chat: bool) -> None:
         super().__init__()
@@ -133,27 +132,32 @@ class Answering(Response):
             log.info("%s: the client went away", scope["path"])
 
     async def _whole(self, shape: Shape, scope: Scope, receive: Receive, send: Send) -> None:
-        text: list[str] = []
-        shown: list[LoggedToken] = []
-        finish: Finish | None = None
+        choices = [Choice(index=index) for index in range(self._request.answers)]
+        finishes: list[Finish] = []
         async with self._gateway.answering(self._request, request_id=shape.request_id) as events:
             async for event in events:
-                text.append(event.text)
-                shown += event.shown
-                finish = event.finish
-        if finish is None:
-            raise DiptychError("the answer ended without a finish")
-        await JSONResponse(shape.body("".join(text), shown, finish.reason, finish.usage))(scope, receive, send)
+                choices[event.index].add(event.text, event.shown)
+                if event.finish is not None:
+                    choices[event.index].reason = event.finish.reason
+                    finishes.append(event.finish)
+        if len(finishes) < len(choices):
+            raise DiptychError("an answer ended without a finish")
+        await JSONResponse(shape.body(choices, _usage(finishes)))(scope, receive, send)
 
     async def _streamed(self, shape: Shape, scope: Scope, receive: Receive, send: Send) -> None:
-        begun = False
+        begun: set[int] = set()
+        finishes: list[Finish] = []
         async with self._gateway.answering(self._request, request_id=shape.request_id) as events:
             try:
                 async for event in events:
                     if not begun:
                         await send(_stream_start())
-                    data = self._chunks(shape, event, first=not begun)
-                    begun = True
+                    data = self._chunks(shape, event, first=event.index not in begun)
+                    begun.add(event.index)
+                    if event.finish is not None:
+                        finishes.append(event.finish)
+                    if len(finishes) == self._request.answers:
+                        data += self._end(shape, finishes)
                     if data:
                         await send(_part(data))
             except Exception as error:  # the status is gone; the stream's end must say what happened
@@ -167,13 +171,14 @@ class Answering(Response):
         wants_usage, finish = self._body.wants_usage, event.finish
         data = b""
         if event.text or event.shown or first:
-            data += _event(shape.chunk(event.text, event.shown, first=first, wants_usage=wants_usage))
+            data += _event(shape.chunk(event.index, event.text, event.shown, first=first, wants_usage=wants_usage))
         if finish is not None:
-            data += _event(shape.last_chunk(finish.reason, wants_usage=wants_usage))
-            if wants_usage:
-                data += _event(shape.usage_chunk(finish.usage))
-            data += b"data: [DONE]\n\n"
+            data += _event(shape.last_chunk(event.index, finish.reason, wants_usage=wants_usage))
         return data
+
+    def _end(self, shape: Shape, finishes: Sequence[Finish]) -> bytes:
+        usage = _event(shape.usage_chunk(_usage(finishes))) if self._body.wants_usage else b""
+        return usage + b"data: [DONE]\n\n"
 
 
 async def ended_before_disconnect(receive: Receive, work: Coroutine[None, None, None]) -> bool:
@@ -235,6 +240,10 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 def _event(data: Json) -> bytes:
     return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+def _usage(finishes: Sequence[Finish]) -> Usage:
+    return Usage.of_all(finish.usage for finish in finishes)
 
 
 def _part(data: bytes) -> Message:

@@ -21,7 +21,7 @@ from services.engine.sampling_spec import TokenLogprobs
 from services.errors import DiptychError
 from services.gateway.answer import Answer, FinishReason, Piece
 from services.gateway.peers import WorkerClient
-from services.gateway.placement import LegFailed, LegReports, LegWork, Placement
+from services.gateway.placement import DecodeTokens, LegFailed, LegReports, LegWork, Placement
 
 log = logging.getLogger(__name__)
 
@@ -29,15 +29,25 @@ _REPORT_GRACE_S = 1.0  # how long a finished answer waits for the numbers of a l
 
 
 class Legs:
-    """The legs of one placement. `emit` gets each new piece but the last, which `run` returns."""
+    """The legs of one placement. `emit` gets each new piece but the last, which `run` returns.
+
+    `has_kv` is called, perhaps several times, when the decode worker has the KV of the whole prompt and the answer goes
+    on. Once it is over, `kv_arrived` says whether the worker had it.
+    """
 
     def __init__(
-        self, workers: WorkerClient, placement: Placement, answer: Answer, emit: Callable[[Piece], None]
+        self,
+        workers: WorkerClient,
+        placement: Placement,
+        answer: Answer,
+        emit: Callable[[Piece], None],
+        has_kv: Callable[[], None],
     ) -> None:
         self.reports = LegReports()
         self.handed_over = placement.prefill is None  # decode has brought tokens: it holds the KV
         self._workers, self._placement = workers, placement
-        self._answer, self._emit = answer, emit
+        self._answer, self._emit, self._has_kv = answer, emit, has_kv
+        self.kv_arrived = False
         self._last: Piece | None = None
         self._prompt_logprobs: Sequence[TokenLogprobs] = ()  # not handed out yet
         self._prefilled = asyncio.Event()
@@ -86,12 +96,20 @@ class Legs:
                     elif message.begin is not None:
                         self._prompt_logprobs = message.begin.prompt_logprobs
                     self._take(message.offset, message.token_ids, message.reason, message.logprobs)
+                    self.kv_arrived = self.kv_arrived or self._shows_kv(message)
+                    if self.kv_arrived and not self._over.is_set():
+                        self._has_kv()
         except LegFailed as failed:
             if not self._over.is_set():
                 raise
             log.info("a decode leg failed after the end of its answer: %s", failed)
         if not self._over.is_set():
             raise DiptychError(f"{self._placement.decode.name} ended its stream without a finish")
+
+    def _shows_kv(self, message: DecodeTokens) -> bool:
+        """A hand-off that ends with the first token need not bring the KV."""
+        goes_on = message.reason is None or message.offset + len(message.token_ids) > 1
+        return goes_on or self._placement.prefill is None
 
     def _take(
         self,

@@ -25,7 +25,7 @@ class Metrics:
         register = self._registry
         self._requests = Counter(
             "diptych_requests",
-            "Requests by outcome: stop, length, or the name of an error.",
+            "Requests by outcome: stop, length (of the answer that ended last), or the name of an error.",
             ["outcome"],
             registry=register,
         )
@@ -45,12 +45,15 @@ class Metrics:
         )
         self._gap = Histogram(
             "diptych_time_per_token_seconds",
-            "Mean time between later tokens, per request.",
+            "Mean time between later tokens, per answer.",
             registry=register,
             buckets=_SECONDS,
         )
         self._total = Histogram(
-            "diptych_request_seconds", "From arrival to the end of an answer.", registry=register, buckets=_SECONDS
+            "diptych_request_seconds",
+            "From arrival to the end of the last answer.",
+            registry=register,
+            buckets=_SECONDS,
         )
 
     @contextmanager
@@ -79,14 +82,17 @@ class Metrics:
         """A placement lost a leg."""
         self._lost.inc()
 
-    def finished(self, finish: Finish) -> None:
-        """A request got its whole answer."""
-        self._requests.labels(finish.reason).inc()
+    def answered(self, finish: Finish) -> None:
+        """A request got a whole answer, perhaps one of several."""
         self._tokens.labels("prompt").inc(finish.usage.prompt_tokens)
         self._tokens.labels("cached").inc(finish.usage.cached_tokens)
         self._tokens.labels("completion").inc(finish.usage.completion_tokens)
         if finish.phases.time_per_token_s is not None:
             self._gap.observe(finish.phases.time_per_token_s)
+
+    def finished(self, finish: Finish) -> None:
+        """A request got its last answer."""
+        self._requests.labels(finish.reason).inc()
         if finish.phases.total_s is not None:
             self._total.observe(finish.phases.total_s)
 

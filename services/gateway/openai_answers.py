@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pydantic import JsonValue
 
@@ -46,9 +46,24 @@ def error_body(error: BaseException) -> Json:
     return {"error": details}
 
 
+@dataclass(kw_only=True, slots=True)
+class Choice:
+    """One answer as it comes in; `reason` once it has ended."""
+
+    index: int
+    text: str = ""
+    shown: list[LoggedToken] = field(default_factory=list)
+    reason: str = ""
+
+    def add(self, text: str, shown: Sequence[LoggedToken]) -> None:
+        """The next part of it."""
+        self.text += text
+        self.shown += shown
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """How one answer is written. `created` is wall-clock seconds; `logprobs`: they were asked for."""
+    """How the answers are written. `created` is wall-clock seconds; `logprobs`: they were asked for."""
 
     chat: bool
     request_id: str
@@ -57,27 +72,32 @@ class Shape:
     logprobs: bool
     bytes_of: BytesOf
 
-    def body(self, text: str, shown: Sequence[LoggedToken], reason: str, usage: Usage) -> Json:
-        """The whole answer."""
-        choice: Json = {"index": 0, "logprobs": self._logprobs(shown), "finish_reason": reason}
-        if self.chat:
-            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
-        else:
-            choice["text"] = text
-        return {**self._head("chat.completion"), "choices": [choice], "usage": usage_body(usage)}
+    def body(self, choices: Sequence[Choice], usage: Usage) -> Json:
+        """The whole answers."""
+        written: list[JsonValue] = [self._choice(choice) for choice in choices]
+        return {**self._head("chat.completion"), "choices": written, "usage": usage_body(usage)}
 
-    def chunk(self, text: str, shown: Sequence[LoggedToken], *, first: bool, wants_usage: bool) -> Json:
+    def _choice(self, choice: Choice) -> Json:
+        logprobs = self._logprobs(choice.shown)
+        written: Json = {"index": choice.index, "logprobs": logprobs, "finish_reason": choice.reason}
+        if self.chat:
+            written["message"] = {"role": "assistant", "content": choice.text, "refusal": None}
+        else:
+            written["text"] = choice.text
+        return written
+
+    def chunk(self, index: int, text: str, shown: Sequence[LoggedToken], *, first: bool, wants_usage: bool) -> Json:
         """A part of a streamed answer."""
-        choice: Json = {"index": 0, "logprobs": self._logprobs(shown), "finish_reason": None}
+        choice: Json = {"index": index, "logprobs": self._logprobs(shown), "finish_reason": None}
         if self.chat:
             choice["delta"] = {"role": "assistant", "content": text} if first else {"content": text}
         else:
             choice["text"] = text
         return self._chunk([choice], {"usage": None} if wants_usage else {})
 
-    def last_chunk(self, reason: str, *, wants_usage: bool) -> Json:
+    def last_chunk(self, index: int, reason: str, *, wants_usage: bool) -> Json:
         """The end of a streamed answer."""
-        choice: Json = {"index": 0, "logprobs": None, "finish_reason": reason}
+        choice: Json = {"index": index, "logprobs": None, "finish_reason": reason}
         if self.chat:
             choice["delta"] = {}
         else:

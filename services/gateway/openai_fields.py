@@ -17,6 +17,7 @@ from pydantic_core import from_json
 from services.engine.sampling_spec import MAX_LOGPROBS
 from services.errors import InvalidArgument
 from services.gateway.request import (
+    MAX_ANSWERS,
     ChatPrompt,
     GenerationRequest,
     Message,
@@ -31,7 +32,6 @@ COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 
 # Known fields whose other values are not served where a body does not declare them; these values mean "off".
 _OFF: Mapping[str, tuple[JsonValue, ...]] = {
-    "n": (None, 1),
     "best_of": (None, 1),
     "echo": (None, False),
     "suffix": (None, ""),
@@ -83,6 +83,7 @@ class Body(_Strict):
     """What both kinds of requests have. None is the same as absent."""
 
     model: str
+    n: int | None = Field(default=None, ge=1, le=MAX_ANSWERS)
     max_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = None
     top_p: float | None = None
@@ -124,6 +125,7 @@ class Body(_Strict):
             max_tokens=max_tokens,
             stop=tuple(stops),
             ignore_eos=bool(self.ignore_eos),
+            answers=self.n or 1,
         )
 
     @property

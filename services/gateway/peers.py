@@ -204,6 +204,7 @@ def _place_request(wish: p.PlaceWish) -> scheduler_pb2.PlaceRequest:
             time_per_token=_optional(wish.slo.time_per_token_s),
         ),
         avoid=[_ref(worker) for worker in wish.avoid],
+        answers=wish.answers,
     )
 
 

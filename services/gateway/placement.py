@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from services.engine.sampling_spec import TokenLogprobs
@@ -22,7 +22,7 @@ class Worker:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlaceWish:
-    """What the scheduler needs to know. `attempt` counts from 1."""
+    """What the scheduler needs to know. `attempt` counts from 1; `answers` are to run where it is placed."""
 
     request_id: str
     attempt: int
@@ -33,6 +33,7 @@ class PlaceWish:
     priority: int
     slo: Slo
     avoid: Sequence[Worker]
+    answers: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,7 +150,7 @@ class LiveWorker:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Phases:
-    """Where the time of a request went, in seconds; None is a phase that did not happen."""
+    """Where the time of an answer went, in seconds; None is a phase that did not happen."""
 
     tokenize_s: float | None = None
     queue_s: float | None = None
@@ -168,16 +169,26 @@ class Phases:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Usage:
-    """Token counts of a request."""
+    """Token counts of a request, or of one of its answers: the first one's has the prompt, the sum is the request's."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
 
+    @classmethod
+    def of_all(cls, answers: Iterable[Usage]) -> Usage:
+        """The sum."""
+        every = list(answers)
+        return cls(
+            prompt_tokens=sum(one.prompt_tokens for one in every),
+            completion_tokens=sum(one.completion_tokens for one in every),
+            cached_tokens=sum(one.cached_tokens for one in every),
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finish:
-    """How a request ended."""
+    """How an answer ended."""
 
     reason: FinishReason
     usage: Usage

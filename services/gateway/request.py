@@ -10,6 +10,7 @@ from typing import Literal
 from services.engine.sampling_spec import MAX_LOGIT_BIASES, MAX_LOGPROBS
 from services.errors import InvalidArgument, NotFound
 
+MAX_ANSWERS = 16
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_NAME_CHARS = 256
@@ -96,11 +97,21 @@ class GenerationRequest:
     stop: Sequence[str] = ()
     ignore_eos: bool = False
     echo: Echo = "no"
+    answers: int = 1
     tenant: str = ""
     priority: int = 0
     deadline_s: float | None = None
     slo: Slo = field(default_factory=Slo)
     client_request_id: str = ""
+
+
+def answer_seed(seed: int, index: int) -> int:
+    """The seed of one of several answers, in [0, 2^64); the first one's is that of the request.
+
+    The steps are those of a Weyl sequence (2^64 over the golden ratio, odd): the answers of requests with neighbouring
+    seeds do not meet. As keys of the counter-based generator all seeds are equally good.
+    """
+    return (seed + index * 0x9E3779B97F4A7C15) % (1 << 64)
 
 
 def validate(request: GenerationRequest, *, model: str, vocab: int) -> None:
@@ -115,6 +126,8 @@ def validate(request: GenerationRequest, *, model: str, vocab: int) -> None:
     _check_penalties(request.sampling, vocab)
     _check_logprobs(request.sampling)
     _check_stops(request.stop)
+    if not 1 <= request.answers <= MAX_ANSWERS:
+        raise InvalidArgument("answers", f"{request.answers} is not in [1, {MAX_ANSWERS}]")
     if request.max_tokens < 0:
         raise InvalidArgument("max_tokens", f"{request.max_tokens} is negative")
     if request.deadline_s is not None and not request.deadline_s > 0:

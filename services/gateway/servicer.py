@@ -40,7 +40,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     async def Generate(  # noqa: N802 - the name in the proto; a stream is an async generator
         self, request: gateway_pb2.GenerateRequest, context: GenerateContext
     ) -> AsyncIterator[gateway_pb2.GenerateResponse]:
-        """Streams one answer."""
+        """Streams the answers."""
         request_id = self._gateway.new_id()
         call_context.request_id.set(request_id)  # also for the line that is logged when the request fails
         wish = _request(request)
@@ -85,6 +85,7 @@ def _request(message: gateway_pb2.GenerateRequest) -> GenerationRequest:
         max_tokens=message.max_tokens,
         stop=tuple(message.stop),
         ignore_eos=message.ignore_eos,
+        answers=message.answers or 1,
         tenant=message.tenant,
         priority=message.priority,
         deadline_s=_optional_seconds("deadline", message.deadline) if message.HasField("deadline") else None,
@@ -128,6 +129,7 @@ def _prompt(message: gateway_pb2.GenerateRequest) -> Prompt:
 def _response(event: Event, client_request_id: str) -> gateway_pb2.GenerateResponse:
     response = gateway_pb2.GenerateResponse(
         text=event.text,
+        index=event.index,
         token_ids=event.token_ids,
         logprobs=map(to_logprobs, event.logprobs),
         prompt_logprobs=map(to_logprobs, event.prompt_logprobs),

@@ -1,10 +1,10 @@
 """Whether the head of the line may go: pure arithmetic on a decode worker's KV memory.
 
-A request counts with its prompt and the tokens it is expected to generate, in whole blocks, from its placement until it
-is finished. Expected are EXPECTED_NEW_TOKENS at most: clients that set no limit ask for the rest of the context and use
-little of it, and a worker that was promised too much computes its youngest request again instead of failing. What is
-placed on a worker stays within its blocks, so that few requests wait for memory there while prefill holds their
-KV. A request alone on a worker always goes.
+A request counts with its prompt and the tokens that each of its answers is expected to have, in whole blocks, from its
+placement until it is finished. Expected are EXPECTED_NEW_TOKENS at most: clients that set no limit ask for the rest of
+the context and use little of it, and a worker that was promised too much computes its youngest request again instead of
+failing. What is placed on a worker stays within its blocks, so that few requests wait for memory there while prefill
+holds their KV. A request alone on a worker always goes.
 """
 
 from __future__ import annotations
@@ -14,10 +14,16 @@ from services.cluster.record import WorkerRecord
 EXPECTED_NEW_TOKENS = 512
 
 
-def counted_tokens(prompt_tokens: int, max_new_tokens: int, block_tokens: int) -> int:
-    """What a request counts for: its expected tokens in whole blocks."""
-    tokens = prompt_tokens + min(max_new_tokens, EXPECTED_NEW_TOKENS)
-    return -(-tokens // max(1, block_tokens)) * block_tokens
+def counted_tokens(prompt_tokens: int, max_new_tokens: int, block_tokens: int, *, answers: int = 1) -> int:
+    """What a request counts for: its expected tokens in whole blocks.
+
+    Several answers share the prompt's full blocks, except one that ends with the prompt: its last token gives them
+    their first one. Each has its own from there on.
+    """
+    block = max(1, block_tokens)
+    shared = max(0, prompt_tokens - 1) // block * block
+    own = prompt_tokens - shared + min(max_new_tokens, EXPECTED_NEW_TOKENS)
+    return shared + answers * -(-own // block) * block
 
 
 def bound_tokens(worker: WorkerRecord) -> int:

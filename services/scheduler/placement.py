@@ -22,6 +22,7 @@ class Wanted:
     prompt_tokens: int
     max_new_tokens: int
     avoid: frozenset[str] = frozenset()  # incarnations that failed this request already
+    answers: int = 1  # of the prompt, all on one decode worker
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,6 +109,13 @@ def resolve_model(workers: Sequence[WorkerRecord], name: str) -> str | Refusal:
     return name or served[0]
 
 
+def counted_tokens(worker: WorkerRecord, wanted: Wanted) -> int:
+    """What the request counts for on the worker."""
+    return admission.counted_tokens(
+        wanted.prompt_tokens, wanted.max_new_tokens, worker.block_tokens, answers=wanted.answers
+    )
+
+
 def _of(workers: Sequence[WorkerRecord], role: str, model: str) -> list[WorkerRecord]:
     return [worker for worker in workers if worker.role == role and worker.model == model]
 
@@ -133,7 +141,7 @@ def _choose_decode(
         for worker in usable
         if admission.has_room(
             loads.decode.get(worker.incarnation, 0),
-            admission.counted_tokens(wanted.prompt_tokens, wanted.max_new_tokens, worker.block_tokens),
+            counted_tokens(worker, wanted),
             admission.bound_tokens(worker),
         )
     ]

@@ -24,7 +24,7 @@ from services.errors import DeadlineExceeded, NotFound, Unavailable
 from services.scheduler import admission
 from services.scheduler.answer import Answer, read_answer, worker_of
 from services.scheduler.line import Line, Ticket
-from services.scheduler.placement import Loads, Placement, Refusal, Wanted, choose, resolve_model
+from services.scheduler.placement import Loads, Placement, Refusal, Wanted, choose, counted_tokens, resolve_model
 
 NO_WORKER_S = 3.0
 # A placement outlives the deadline of its request by this much before it is taken for lost.
@@ -229,7 +229,7 @@ class Placer:
             prefill=None if prefill is None else worker_of(prefill),
             local_reason=choice.local_reason,
         )
-        tokens = admission.counted_tokens(wanted.prompt_tokens, wanted.max_new_tokens, decode.block_tokens)
+        tokens = counted_tokens(decode, wanted)
         return Admission(
             request_id=call.request_id,
             attempt=call.attempt,

@@ -99,6 +99,7 @@ def _call(request: scheduler_pb2.PlaceRequest, limit_s: float) -> PlaceCall:
         prompt_tokens=request.prompt_tokens,
         max_new_tokens=request.max_new_tokens,
         avoid=frozenset(worker.incarnation for worker in request.avoid),
+        answers=request.answers or 1,
     )
     return PlaceCall(request_id=request.request_id, attempt=request.attempt, wanted=wanted, limit_s=limit_s)
 

@@ -1,6 +1,7 @@
 """Every span name there is. One request is one trace, below the caller's own span when it sends a W3C context:
 
-gateway.request       gateway    the whole request: request_id, model, prompt_tokens, completion_tokens, finish_reason
+gateway.request       gateway    the whole request: request_id, model, answers, prompt_tokens, completion_tokens,
+│                                finish_reason (of the first answer)
 ├── gateway.tokenize  gateway    rendering and tokenizing
 ├── scheduler.place   scheduler  queue_s, prefill_worker, decode_worker, local_prefill_reason
 ├── prefill.queue     prefill    waiting inside the prefill worker

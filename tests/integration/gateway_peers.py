@@ -27,9 +27,9 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from services.gateway.closing import Closing
 from services.gateway.door import Gateway
-from services.gateway.generate import Mesh, Served
 from services.gateway.http import application
 from services.gateway.http_server import HttpServer
+from services.gateway.mesh import Mesh, Served
 from services.gateway.metrics import Metrics
 from services.gateway.peers import SchedulerClient, WorkerClient
 from services.gateway.servicer import GatewayServicer

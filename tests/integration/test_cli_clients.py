@@ -152,6 +152,32 @@ def test_generate_json_is_one_line_with_text_usage_and_phases(mesh: Mesh) -> Non
     assert (phases["first_token_s"], phases["tokenize_s"], phases["placements"]) == (0.3, None, 1)
 
 
+def several(*texts: str) -> list[gateway_pb2.GenerateResponse]:
+    """An answer for each text, their messages mixed."""
+    made = [answer([text]) for text in texts]
+    for index, messages in enumerate(made):
+        for message in messages:
+            message.index = index
+    return [message for messages in zip(*made, strict=True) for message in messages]
+
+
+def test_generate_shows_several_answers_one_after_the_other(mesh: Mesh) -> None:
+    mesh.script.messages = several("Paris.", "It is Paris.")
+    shown = run("generate", "What?", "--grpc", mesh.address, "--answers", "2")
+    assert shown.stdout == "[1 of 2] Paris.\n[2 of 2] It is Paris.\n"
+    assert "prefill-0" in shown.stderr
+    lines = run("generate", "What?", "--grpc", mesh.address, "--answers=2", "--json").stdout.splitlines()
+    assert [json.loads(line)["text"] for line in lines] == ["Paris.", "It is Paris."]
+    assert [request.answers for request in mesh.script.requests] == [2, 2]
+
+
+def test_an_answer_of_several_that_lacks_its_finish_is_a_failure(mesh: Mesh) -> None:
+    mesh.script.messages = several("Paris.", "It is Paris.")[:-1]
+    result = run("generate", "What?", "--grpc", mesh.address, "--answers", "2", "--json")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "broke off" in result.stderr
+
+
 def test_generate_sends_what_was_asked_for_and_leaves_the_rest_absent(mesh: Mesh) -> None:
     mesh.script.messages = answer(["x"])
     run("generate", "hi", "--grpc", mesh.address)

@@ -17,6 +17,7 @@ from services.gateway.request import (
     Slo,
     TextPrompt,
     TokenPrompt,
+    answer_seed,
     check_length,
     check_prompt_logprobs,
     fit,
@@ -48,6 +49,7 @@ def turns(*roles: str) -> ChatPrompt:
         replace(GOOD, sampling=Sampling(logit_bias={0: -100.0, 99: 100.0}, logprobs=20, prompt_logprobs=0)),
         replace(GOOD, stop=["x" * 256] * 16),
         replace(GOOD, deadline_s=0.001),
+        replace(GOOD, answers=16),
     ],
 )
 def test_what_is_at_a_limit_is_taken(request_: GenerationRequest) -> None:
@@ -89,6 +91,8 @@ def test_what_is_at_a_limit_is_taken(request_: GenerationRequest) -> None:
         (replace(GOOD, sampling=Sampling(logprobs=-1)), "logprobs"),
         (replace(GOOD, sampling=Sampling(prompt_logprobs=21)), "prompt_logprobs"),
         (replace(GOOD, max_tokens=-1), "max_tokens"),
+        (replace(GOOD, answers=0), "answers"),
+        (replace(GOOD, answers=17), "answers"),
         (replace(GOOD, stop=["a", ""]), "stop"),
         (replace(GOOD, stop=["a"] * 17), "stop"),
         (replace(GOOD, stop=["x" * 257]), "stop"),
@@ -102,6 +106,21 @@ def test_what_is_beyond_a_limit_is_refused_by_name(request_: GenerationRequest, 
     with pytest.raises(InvalidArgument) as raised:
         check(request_)
     assert raised.value.field == field and str(raised.value).startswith(f"{field}: ")
+
+
+def test_the_first_answer_draws_with_the_requests_seed_and_each_other_with_one_of_its_own() -> None:
+    """The seeds are a promise in gateway.proto: a client can ask for one of the answers alone."""
+    seeds = (0, 1, 2, 2**64 - 1)
+    assert [answer_seed(seed, 0) for seed in seeds] == list(seeds)
+    assert answer_seed(7, 3) == 7 + 3 * 0x9E3779B97F4A7C15 - 2**64
+    every = [answer_seed(seed, index) for seed in range(100) for index in range(16)]
+    assert len(set(every)) == len(every) and all(0 <= seed < 2**64 for seed in every)
+
+
+@pytest.mark.parametrize(("n", "answers"), [("null", 1), ("1", 1), ("16", 16)])
+def test_n_is_the_number_of_answers(n: str, answers: int) -> None:
+    body = parse(CompletionBody, f'{{"model": "m", "prompt": "x", "n": {n}}}'.encode())
+    assert body.to_request().answers == answers
 
 
 def test_another_model_is_not_found() -> None:
@@ -174,7 +193,10 @@ def test_a_chat_may_fill_the_context_unless_told() -> None:
 @pytest.mark.parametrize(
     ("more", "field"),
     [
-        ('"n": 2', "n"),
+        ('"n": 0', "n"),
+        ('"n": 17', "n"),
+        ('"best_of": 2', "best_of"),
+        ('"n": 2, "best_of": 2', "best_of"),
         ('"n": true', "n"),
         ('"logprobs": true', "logprobs"),
         ('"top_logprobs": 1', "top_logprobs"),

@@ -31,6 +31,20 @@ def test_no_request_counts_for_more_new_tokens_than_are_expected() -> None:
     assert counted_tokens(10, 512, 16) == counted_tokens(10, 100_000, 16) == 528
 
 
+@pytest.mark.parametrize(
+    ("prompt", "counted"),
+    [
+        (1, 4 * 16),
+        (15, 4 * 16 + 4 * 16),  # 8 new ones begin another block
+        (16, 4 * 32),  # a full block at the end of the prompt is not shared
+        (17, 16 + 4 * 16),
+        (40, 32 + 4 * 16),
+    ],
+)
+def test_answers_count_the_full_blocks_of_their_prompt_once_and_the_rest_each(prompt: int, counted: int) -> None:
+    assert counted_tokens(prompt, 8, 16, answers=4) == counted
+
+
 def test_the_bound_is_the_memory_of_the_worker() -> None:
     assert bound_tokens(WORKER) == 64
 

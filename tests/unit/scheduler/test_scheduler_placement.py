@@ -55,6 +55,15 @@ def test_one_of_each_serves_the_request() -> None:
     assert placed([D0, P0], wanted()) == Placement(decode=D0, prefill=P0)
 
 
+def test_a_worker_needs_room_for_all_answers_of_a_prompt_but_need_not_hold_them_at_once() -> None:
+    """decode-0 has 64 tokens left of 256, decode-1 has 32 but less queued."""
+    loads = Loads(decode={D0.incarnation: 192, D1.incarnation: 224})
+    busy = replace(D0, queued_tokens=100)
+    assert placed([busy, D1], wanted(8, 8), loads).decode == D1
+    assert placed([busy, D1], replace(wanted(8, 8), answers=4), loads).decode == busy
+    assert placed([D0], replace(wanted(64, 64), answers=16)).decode == D0
+
+
 def test_without_any_worker_waiting_may_help() -> None:
     refusal = refused([], wanted())
     assert isinstance(refusal.error, Unavailable)

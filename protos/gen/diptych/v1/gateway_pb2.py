@@ -26,7 +26,7 @@ from diptych.v1 import request_pb2 as diptych_dot_v1_dot_request__pb2
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x64iptych/v1/gateway.proto\x12\ndiptych.v1\x1a\x18\x64iptych/v1/request.proto\x1a\x1egoogle/protobuf/duration.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"1\n\x04\x43hat\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.diptych.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xf2\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12 \n\x04\x63hat\x18\x03 \x01(\x0b\x32\x10.diptych.v1.ChatH\x00\x12)\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x14.diptych.v1.TokenIdsH\x00\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.diptych.v1.SamplingParams\x12\x12\n\nmax_tokens\x18\x06 \x01(\r\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x0e\n\x06tenant\x18\t \x01(\t\x12\x10\n\x08priority\x18\n \x01(\x05\x12+\n\x08\x64\x65\x61\x64line\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1c\n\x03slo\x18\x0c \x01(\x0b\x32\x0f.diptych.v1.Slo\x12\x19\n\x11\x63lient_request_id\x18\r \x01(\tB\x07\n\x05input\"\xcc\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\"\n\x06\x66inish\x18\x04 \x01(\x0b\x32\x12.diptych.v1.Finish\x12+\n\x08logprobs\x18\x05 \x03(\x0b\x32\x19.diptych.v1.TokenLogprobs\x12\x32\n\x0fprompt_logprobs\x18\x06 \x03(\x0b\x32\x19.diptych.v1.TokenLogprobs\"\x93\x01\n\x06\x46inish\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.diptych.v1.FinishReason\x12 \n\x05usage\x18\x02 \x01(\x0b\x32\x11.diptych.v1.Usage\x12\"\n\x06phases\x18\x03 \x01(\x0b\x32\x12.diptych.v1.Phases\x12\x19\n\x11\x63lient_request_id\x18\x04 \x01(\t\"\x13\n\x11ListModelsRequest\"7\n\x12ListModelsResponse\x12!\n\x06models\x18\x01 \x03(\x0b\x32\x11.diptych.v1.Model\"-\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_tokens\x18\x02 \x01(\r2\xa6\x01\n\x0eGatewayService\x12G\n\x08Generate\x12\x1b.diptych.v1.GenerateRequest\x1a\x1c.diptych.v1.GenerateResponse0\x01\x12K\n\nListModels\x12\x1d.diptych.v1.ListModelsRequest\x1a\x1e.diptych.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x64iptych/v1/gateway.proto\x12\ndiptych.v1\x1a\x18\x64iptych/v1/request.proto\x1a\x1egoogle/protobuf/duration.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"1\n\x04\x43hat\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.diptych.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x83\x03\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12 \n\x04\x63hat\x18\x03 \x01(\x0b\x32\x10.diptych.v1.ChatH\x00\x12)\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x14.diptych.v1.TokenIdsH\x00\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.diptych.v1.SamplingParams\x12\x12\n\nmax_tokens\x18\x06 \x01(\r\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x0e\n\x06tenant\x18\t \x01(\t\x12\x10\n\x08priority\x18\n \x01(\x05\x12+\n\x08\x64\x65\x61\x64line\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1c\n\x03slo\x18\x0c \x01(\x0b\x32\x0f.diptych.v1.Slo\x12\x19\n\x11\x63lient_request_id\x18\r \x01(\t\x12\x0f\n\x07\x61nswers\x18\x0e \x01(\rB\x07\n\x05input\"\xdb\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\"\n\x06\x66inish\x18\x04 \x01(\x0b\x32\x12.diptych.v1.Finish\x12+\n\x08logprobs\x18\x05 \x03(\x0b\x32\x19.diptych.v1.TokenLogprobs\x12\x32\n\x0fprompt_logprobs\x18\x06 \x03(\x0b\x32\x19.diptych.v1.TokenLogprobs\x12\r\n\x05index\x18\x07 \x01(\r\"\x93\x01\n\x06\x46inish\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.diptych.v1.FinishReason\x12 \n\x05usage\x18\x02 \x01(\x0b\x32\x11.diptych.v1.Usage\x12\"\n\x06phases\x18\x03 \x01(\x0b\x32\x12.diptych.v1.Phases\x12\x19\n\x11\x63lient_request_id\x18\x04 \x01(\t\"\x13\n\x11ListModelsRequest\"7\n\x12ListModelsResponse\x12!\n\x06models\x18\x01 \x03(\x0b\x32\x11.diptych.v1.Model\"-\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_tokens\x18\x02 \x01(\r2\xa6\x01\n\x0eGatewayService\x12G\n\x08Generate\x12\x1b.diptych.v1.GenerateRequest\x1a\x1c.diptych.v1.GenerateResponse0\x01\x12K\n\nListModels\x12\x1d.diptych.v1.ListModelsRequest\x1a\x1e.diptych.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,17 +40,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENIDS']._serialized_start=195
   _globals['_TOKENIDS']._serialized_end=218
   _globals['_GENERATEREQUEST']._serialized_start=221
-  _globals['_GENERATEREQUEST']._serialized_end=591
-  _globals['_GENERATERESPONSE']._serialized_start=594
-  _globals['_GENERATERESPONSE']._serialized_end=798
-  _globals['_FINISH']._serialized_start=801
-  _globals['_FINISH']._serialized_end=948
-  _globals['_LISTMODELSREQUEST']._serialized_start=950
-  _globals['_LISTMODELSREQUEST']._serialized_end=969
-  _globals['_LISTMODELSRESPONSE']._serialized_start=971
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1026
-  _globals['_MODEL']._serialized_start=1028
-  _globals['_MODEL']._serialized_end=1073
-  _globals['_GATEWAYSERVICE']._serialized_start=1076
-  _globals['_GATEWAYSERVICE']._serialized_end=1242
+  _globals['_GENERATEREQUEST']._serialized_end=608
+  _globals['_GENERATERESPONSE']._serialized_start=611
+  _globals['_GENERATERESPONSE']._serialized_end=830
+  _globals['_FINISH']._serialized_start=833
+  _globals['_FINISH']._serialized_end=980
+  _globals['_LISTMODELSREQUEST']._serialized_start=982
+  _globals['_LISTMODELSREQUEST']._serialized_end=1001
+  _globals['_LISTMODELSRESPONSE']._serialized_start=1003
+  _globals['_LISTMODELSRESPONSE']._serialized_end=1058
+  _globals['_MODEL']._serialized_start=1060
+  _globals['_MODEL']._serialized_end=1105
+  _globals['_GATEWAYSERVICE']._serialized_start=1108
+  _globals['_GATEWAYSERVICE']._serialized_end=1274
 # @@protoc_insertion_point(module_scope)

@@ -113,6 +113,7 @@ class GenerateRequest(_message.Message):
     DEADLINE_FIELD_NUMBER: _builtins.int
     SLO_FIELD_NUMBER: _builtins.int
     CLIENT_REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ANSWERS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Served model name; empty means the only one there is."""
     text: _builtins.str
@@ -127,6 +128,10 @@ class GenerateRequest(_message.Message):
     """Larger is more important; 0 is normal."""
     client_request_id: _builtins.str
     """The client's own id, echoed and logged. Two live requests may carry the same one. Empty is fine."""
+    answers: _builtins.int
+    """Answers to generate, at most 16; 0 means 1. The prompt is computed and moved once for all of them. Answer i is, with
+    temperature, what one alone would be with the seed (seed + i * 0x9E3779B97F4A7C15) mod 2^64.
+    """
     @_builtins.property
     def chat(self) -> Global___Chat:
         """Messages, rendered with the chat template."""
@@ -169,10 +174,11 @@ class GenerateRequest(_message.Message):
         deadline: _duration_pb2.Duration | None = ...,
         slo: _request_pb2.Slo | None = ...,
         client_request_id: _builtins.str = ...,
+        answers: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "deadline", b"deadline", "input", b"input", "sampling", b"sampling", "slo", b"slo", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "client_request_id", b"client_request_id", "deadline", b"deadline", "ignore_eos", b"ignore_eos", "input", b"input", "max_tokens", b"max_tokens", "model", b"model", "priority", b"priority", "sampling", b"sampling", "slo", b"slo", "stop", b"stop", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers", "chat", b"chat", "client_request_id", b"client_request_id", "deadline", b"deadline", "ignore_eos", b"ignore_eos", "input", b"input", "max_tokens", b"max_tokens", "model", b"model", "priority", b"priority", "sampling", b"sampling", "slo", b"slo", "stop", b"stop", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["text", "chat", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
@@ -182,7 +188,9 @@ Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):
-    """A part of the answer. The first message of a stream has request_id; the last has `finish`."""
+    """A part of an answer. The first message of a stream has request_id; the last of each answer has `finish`. Parts of
+    several answers come in any order.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -192,17 +200,20 @@ class GenerateResponse(_message.Message):
     FINISH_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The gateway's id of the request: look for it in logs and traces. First message only."""
     text: _builtins.str
     """Text to append. May be empty while a character or a possible stop string is incomplete."""
+    index: _builtins.int
+    """The answer that this is a part of, counted from 0."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Token ids generated since the last message."""
+        """Token ids generated since the last message of this answer."""
 
     @_builtins.property
     def finish(self) -> Global___Finish:
-        """Last message only."""
+        """Last message of an answer only."""
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_request_pb2.TokenLogprobs]:
@@ -210,7 +221,9 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_request_pb2.TokenLogprobs]:
-        """First message only, when sampling.prompt_logprobs asked for it: one for each token of the prompt from the second on."""
+        """First message of answer 0 only, when sampling.prompt_logprobs asked for it: one for each token of the prompt from the
+        second on.
+        """
 
     def __init__(
         self,
@@ -221,10 +234,11 @@ class GenerateResponse(_message.Message):
         finish: Global___Finish | None = ...,
         logprobs: _abc.Iterable[_request_pb2.TokenLogprobs] | None = ...,
         prompt_logprobs: _abc.Iterable[_request_pb2.TokenLogprobs] | None = ...,
+        index: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "index", b"index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -232,7 +246,7 @@ Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
 
 @_typing.final
 class Finish(_message.Message):
-    """How a request ended and where its time went."""
+    """How an answer ended and where its time went."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -246,7 +260,7 @@ class Finish(_message.Message):
     """client_request_id, echoed."""
     @_builtins.property
     def usage(self) -> _request_pb2.Usage:
-        """Token counts."""
+        """Token counts. Those of the prompt are with answer 0 alone: the sum over all answers is the request's."""
 
     @_builtins.property
     def phases(self) -> _request_pb2.Phases:

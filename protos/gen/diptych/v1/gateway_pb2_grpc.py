@@ -56,7 +56,8 @@ class GatewayServiceServicer:
     """
 
     def Generate(self, request, context):
-        """Generates one answer and streams it. Everything that can be refused is refused before the first message.
+        """Generates one answer, or several of one prompt, and streams them. Everything that can be refused is refused before the
+        first message. An error ends the call for all answers.
         Not idempotent: every call generates. Cancelling the call frees everything it held.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -37,7 +37,8 @@ class GatewayServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> GatewayServiceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_gateway_pb2.GenerateRequest, _gateway_pb2.GenerateResponse]
-    """Generates one answer and streams it. Everything that can be refused is refused before the first message.
+    """Generates one answer, or several of one prompt, and streams them. Everything that can be refused is refused before the
+    first message. An error ends the call for all answers.
     Not idempotent: every call generates. Cancelling the call frees everything it held.
     """
     ListModels: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.ListModelsRequest, _gateway_pb2.ListModelsResponse]
@@ -52,7 +53,8 @@ class GatewayServiceAsyncStub(GatewayServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_gateway_pb2.GenerateRequest, _gateway_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Generates one answer and streams it. Everything that can be refused is refused before the first message.
+    """Generates one answer, or several of one prompt, and streams them. Everything that can be refused is refused before the
+    first message. An error ends the call for all answers.
     Not idempotent: every call generates. Cancelling the call frees everything it held.
     """
     ListModels: _aio.UnaryUnaryMultiCallable[_gateway_pb2.ListModelsRequest, _gateway_pb2.ListModelsResponse]  # type: ignore[assignment]
@@ -70,7 +72,8 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _gateway_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_gateway_pb2.GenerateResponse], _abc.AsyncIterator[_gateway_pb2.GenerateResponse]]:
-        """Generates one answer and streams it. Everything that can be refused is refused before the first message.
+        """Generates one answer, or several of one prompt, and streams them. Everything that can be refused is refused before the
+        first message. An error ends the call for all answers.
         Not idempotent: every call generates. Cancelling the call frees everything it held.
         """
 

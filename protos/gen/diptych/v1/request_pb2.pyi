@@ -319,7 +319,9 @@ class Phases(_message.Message):
     decode_worker: _builtins.str
     """Worker that decoded."""
     local_prefill_reason: _builtins.str
-    """Why the prompt was computed on the decode worker ("no prefill worker", ...). Empty when it was not."""
+    """Why the prompt was computed on the decode worker ("no prefill worker", ...), or, for another answer of the same prompt,
+    that its KV was there. Empty when neither.
+    """
     placements: _builtins.int
     """Placements used: 1, plus one for each time a leg was lost and the request continued elsewhere."""
     @_builtins.property
@@ -394,7 +396,9 @@ class Sequence(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """The gateway's id for the request, unique over all gateways. A client's own id never gets here."""
+    """The gateway's id for the request, unique over all gateways; answers after the first one have "-1", "-2", … behind it.
+    A client's own id never gets here.
+    """
     max_new_tokens: _builtins.int
     """Tokens that may still be generated, at least 1."""
     tenant: _builtins.str

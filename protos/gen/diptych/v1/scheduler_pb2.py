@@ -27,7 +27,7 @@ from diptych.v1 import worker_pb2 as diptych_dot_v1_dot_worker__pb2
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x64iptych/v1/scheduler.proto\x12\ndiptych.v1\x1a\x18\x64iptych/v1/request.proto\x1a\x17\x64iptych/v1/worker.proto\x1a\x1egoogle/protobuf/duration.proto\"\xd7\x01\n\x0cPlaceRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05model\x18\x03 \x01(\t\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x16\n\x0emax_new_tokens\x18\x05 \x01(\r\x12\x0e\n\x06tenant\x18\x06 \x01(\t\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x1c\n\x03slo\x18\x08 \x01(\x0b\x32\x0f.diptych.v1.Slo\x12$\n\x05\x61void\x18\t \x03(\x0b\x32\x15.diptych.v1.WorkerRef\"\xee\x01\n\rPlaceResponse\x12&\n\x07prefill\x18\x01 \x01(\x0b\x32\x15.diptych.v1.WorkerRef\x12%\n\x06\x64\x65\x63ode\x18\x02 \x01(\x0b\x32\x15.diptych.v1.WorkerRef\x12\x13\n\x0btransfer_id\x18\x03 \x01(\t\x12(\n\x05queue\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1c\n\x14local_prefill_reason\x18\x05 \x01(\t\x12\x31\n\x0ehand_off_limit\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\"#\n\rFinishRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x10\n\x0e\x46inishResponse\"\x14\n\x12ListWorkersRequest\"W\n\x13ListWorkersResponse\x12\'\n\x07workers\x18\x01 \x03(\x0b\x32\x16.diptych.v1.WorkerView\x12\x17\n\x0fqueued_requests\x18\x02 \x01(\r2\xe1\x01\n\x10SchedulerService\x12<\n\x05Place\x12\x18.diptych.v1.PlaceRequest\x1a\x19.diptych.v1.PlaceResponse\x12?\n\x06\x46inish\x12\x19.diptych.v1.FinishRequest\x1a\x1a.diptych.v1.FinishResponse\x12N\n\x0bListWorkers\x12\x1e.diptych.v1.ListWorkersRequest\x1a\x1f.diptych.v1.ListWorkersResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x64iptych/v1/scheduler.proto\x12\ndiptych.v1\x1a\x18\x64iptych/v1/request.proto\x1a\x17\x64iptych/v1/worker.proto\x1a\x1egoogle/protobuf/duration.proto\"\xe8\x01\n\x0cPlaceRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05model\x18\x03 \x01(\t\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x16\n\x0emax_new_tokens\x18\x05 \x01(\r\x12\x0e\n\x06tenant\x18\x06 \x01(\t\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x1c\n\x03slo\x18\x08 \x01(\x0b\x32\x0f.diptych.v1.Slo\x12$\n\x05\x61void\x18\t \x03(\x0b\x32\x15.diptych.v1.WorkerRef\x12\x0f\n\x07\x61nswers\x18\n \x01(\r\"\xee\x01\n\rPlaceResponse\x12&\n\x07prefill\x18\x01 \x01(\x0b\x32\x15.diptych.v1.WorkerRef\x12%\n\x06\x64\x65\x63ode\x18\x02 \x01(\x0b\x32\x15.diptych.v1.WorkerRef\x12\x13\n\x0btransfer_id\x18\x03 \x01(\t\x12(\n\x05queue\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1c\n\x14local_prefill_reason\x18\x05 \x01(\t\x12\x31\n\x0ehand_off_limit\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\"#\n\rFinishRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x10\n\x0e\x46inishResponse\"\x14\n\x12ListWorkersRequest\"W\n\x13ListWorkersResponse\x12\'\n\x07workers\x18\x01 \x03(\x0b\x32\x16.diptych.v1.WorkerView\x12\x17\n\x0fqueued_requests\x18\x02 \x01(\r2\xe1\x01\n\x10SchedulerService\x12<\n\x05Place\x12\x18.diptych.v1.PlaceRequest\x1a\x19.diptych.v1.PlaceResponse\x12?\n\x06\x46inish\x12\x19.diptych.v1.FinishRequest\x1a\x1a.diptych.v1.FinishResponse\x12N\n\x0bListWorkers\x12\x1e.diptych.v1.ListWorkersRequest\x1a\x1f.diptych.v1.ListWorkersResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,17 +35,17 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'diptych.v1.scheduler_pb2', 
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PLACEREQUEST']._serialized_start=126
-  _globals['_PLACEREQUEST']._serialized_end=341
-  _globals['_PLACERESPONSE']._serialized_start=344
-  _globals['_PLACERESPONSE']._serialized_end=582
-  _globals['_FINISHREQUEST']._serialized_start=584
-  _globals['_FINISHREQUEST']._serialized_end=619
-  _globals['_FINISHRESPONSE']._serialized_start=621
-  _globals['_FINISHRESPONSE']._serialized_end=637
-  _globals['_LISTWORKERSREQUEST']._serialized_start=639
-  _globals['_LISTWORKERSREQUEST']._serialized_end=659
-  _globals['_LISTWORKERSRESPONSE']._serialized_start=661
-  _globals['_LISTWORKERSRESPONSE']._serialized_end=748
-  _globals['_SCHEDULERSERVICE']._serialized_start=751
-  _globals['_SCHEDULERSERVICE']._serialized_end=976
+  _globals['_PLACEREQUEST']._serialized_end=358
+  _globals['_PLACERESPONSE']._serialized_start=361
+  _globals['_PLACERESPONSE']._serialized_end=599
+  _globals['_FINISHREQUEST']._serialized_start=601
+  _globals['_FINISHREQUEST']._serialized_end=636
+  _globals['_FINISHRESPONSE']._serialized_start=638
+  _globals['_FINISHRESPONSE']._serialized_end=654
+  _globals['_LISTWORKERSREQUEST']._serialized_start=656
+  _globals['_LISTWORKERSREQUEST']._serialized_end=676
+  _globals['_LISTWORKERSRESPONSE']._serialized_start=678
+  _globals['_LISTWORKERSRESPONSE']._serialized_end=765
+  _globals['_SCHEDULERSERVICE']._serialized_start=768
+  _globals['_SCHEDULERSERVICE']._serialized_end=993
 # @@protoc_insertion_point(module_scope)

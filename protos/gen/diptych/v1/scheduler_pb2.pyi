@@ -36,6 +36,7 @@ class PlaceRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     SLO_FIELD_NUMBER: _builtins.int
     AVOID_FIELD_NUMBER: _builtins.int
+    ANSWERS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The gateway's id."""
     attempt: _builtins.int
@@ -50,6 +51,8 @@ class PlaceRequest(_message.Message):
     """Tenant; empty is the default tenant."""
     priority: _builtins.int
     """Larger is more important; 0 is normal. Not read yet."""
+    answers: _builtins.int
+    """Answers of one prompt that are to run on the decode worker; 0 means 1. It is counted for all of them."""
     @_builtins.property
     def slo(self) -> _request_pb2.Slo:
         """Objective. Not read yet."""
@@ -70,10 +73,11 @@ class PlaceRequest(_message.Message):
         priority: _builtins.int = ...,
         slo: _request_pb2.Slo | None = ...,
         avoid: _abc.Iterable[_worker_pb2.WorkerRef] | None = ...,
+        answers: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["slo", b"slo"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "avoid", b"avoid", "max_new_tokens", b"max_new_tokens", "model", b"model", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "slo", b"slo", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers", "attempt", b"attempt", "avoid", b"avoid", "max_new_tokens", b"max_new_tokens", "model", b"model", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "slo", b"slo", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
