@@ -1,0 +1,194 @@
+"""Which requests' KV leaves the device, and which comes back (FastServe, section 5).
+
+proactive   copies run beside the steps. Out goes the largest estimated next scheduled time (ENST) first, in comes the
+            smallest first, ahead of need; never both for one step. Room is made for what the next step lacks, for
+            `Reserve`, and for a request that is needed earlier than one that is here: by at least the time that the
+            exchange takes. Each step's copies stay within `Bandwidth`. Who is chosen and not here is passed over.
+reactive    what is chosen and not here is fetched before the step, victims are swapped out for it, and the step waits.
+recompute   victims lose their KV; who is chosen again computes it again.
+
+In both other modes, too, the victim is the largest ENST. What goes is dropped instead of copied where computing it
+again is predicted to be faster than copying it out and in, or where the host has no room.
+
+Pure: `plan` sees what there is before a step and says what to do; the caller keeps the blocks. Whoever is in `run`
+has the blocks it needs, so a step's working set never exceeds what is resident, and as long as one request is
+resident that can go on, or has room to begin, `run` is not empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from services.latency import PrefillFit
+from services.schedule.budget import Bandwidth, Reserve
+from services.schedule.policy import Next
+
+
+import os
+K=float(os.environ.get('K','1'))
+class SwapMode(Enum):
+    """See the module's text."""
+
+    PROACTIVE = "proactive"
+    REACTIVE = "reactive"
+    RECOMPUTE = "recompute"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class View:
+    """What there is between two steps."""
+
+    chosen: Sequence[str]  # the policy's choice
+    upcoming: Sequence[Next]  # and who comes next, in order of ENST
+    resident: Mapping[str, int]  # blocks of those whose KV is here
+    host: Mapping[str, int]  # blocks of those whose KV is on the host
+    moving: Collection[str]  # those whose KV is being copied: neither here nor there
+    needs: Callable[[str], int]  # blocks that a request needs for the next step, beyond those it has on the device
+    enst_s: Callable[[Sequence[str]], Sequence[float]]
+    free: int  # blocks
+    freeing: int  # blocks that copies under way will free
+    filling: bool  # a copy to the device is under way
+    host_free: int
+    step_s: float  # predicted time of the next step
+
+
+@dataclass(kw_only=True, slots=True)
+class Plan:
+    """What to do. First `drop`, `out` and `back`, then give each of `run` what it needs."""
+
+    run: list[str] = field(default_factory=list)
+    out: list[str] = field(default_factory=list)
+    back: list[str] = field(default_factory=list)
+    drop: list[str] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class Swapper:
+    """Plans swaps in one mode. `prefill`: what computing again costs."""
+
+    mode: SwapMode
+    block_bytes: int
+    block_tokens: int
+    bandwidth: Bandwidth
+    reserve: Reserve
+    prefill: PrefillFit | None = None
+
+    def plan(self, view: View) -> Plan:
+        """What to do before the next step."""
+        if self.mode is SwapMode.PROACTIVE:
+            return self._beside(view)
+        return self._before(view)
+
+    def copy_s(self, blocks: int) -> float:
+        """Predicted time of one copy."""
+        return blocks * self.block_bytes / self.bandwidth.bytes_per_s
+
+    def recomputes(self, blocks: int) -> bool:
+        """Whether computing that much KV again is predicted to be faster than copying it out and in."""
+        if self.prefill is None:
+            return False
+        return self.prefill.prompt_s(blocks * self.block_tokens) < 2 * self.copy_s(blocks)
+
+    def _beside(self, view: View) -> Plan:
+        plan = Plan()
+        left, lacking, asked = view.free, 0, 0
+        chosen = set(view.chosen)
+        others = [key for key in view.resident if key not in chosen]
+        times = dict(zip(others, view.enst_s(others), strict=True))
+        for key in (*view.chosen, *sorted(others, key=times.__getitem__)):
+            if len(plan.run) == len(view.chosen):
+                break
+            if key in view.host or key in view.moving or (lacking and key not in view.resident):
+                continue  # it is not here, or new, when it passes nobody who lacks room
+            need = view.needs(key)
+            asked += need
+            if need <= left:
+                plan.run.append(key)
+                left -= need
+            else:
+                lacking += need
+        self.reserve.asked(asked)
+        self._exchange(view, plan, chosen, left, lacking)
+        return plan
+
+    def _exchange(self, view: View, plan: Plan, chosen: Collection[str], left: int, lacking: int) -> None:
+        """In, or out, or neither."""
+        budget_bytes = self.bandwidth.allowed_bytes(view.step_s)
+        away = [one for one in view.upcoming if one.key in view.host]
+        pressing = not plan.run and not view.moving  # else nothing would ever happen again
+        reserve = 0 if pressing else self.reserve.blocks
+        if away and not lacking and not view.freeing:
+            for one in away:
+                blocks = view.host[one.key]
+                if blocks + reserve > left or (plan.back or view.moving) and budget_bytes < blocks * self.block_bytes:
+                    break
+                plan.back.append(one.key)
+                left -= blocks
+                budget_bytes -= blocks * self.block_bytes
+        if plan.back or view.filling:
+            return
+        room = left + view.freeing - lacking - reserve
+        stay = {key for key in plan.run if key in chosen}
+        if room < 0:
+            after_s = -1.0 if lacking else view.step_s
+            self._evict(view, plan, -room, budget_bytes, after_s=after_s, stay=stay)
+        elif away and not view.freeing and (short := view.host[away[0].key] - room) > 0:
+            exchange_s = self.copy_s(view.host[away[0].key]) * 2 * K
+            after_s = -1.0 if pressing else away[0].enst_s + exchange_s
+            self._evict(view, plan, short, budget_bytes, after_s=after_s, stay=stay)
+
+    def _before(self, view: View) -> Plan:
+        plan = Plan()
+        left, asked = view.free, 0
+        for key in view.chosen:
+            if key in plan.out or key in plan.drop:
+                continue  # it gave way to those before it
+            need = view.needs(key)
+            asked += need
+            if need > left:
+                left += self._make_way(view, plan, key, need - left)
+            if need <= left:
+                left -= need
+                plan.run.append(key)
+                if key in view.host:
+                    plan.back.append(key)
+        self.reserve.asked(asked)
+        return plan
+
+    def _make_way(self, view: View, plan: Plan, key: str, blocks: int) -> int:
+        """Evicts for a request that is chosen, if enough can be; says how many blocks that frees."""
+        victims = Plan()
+        stay = {*plan.run, key, *plan.out, *plan.drop, *(view.chosen if plan.run else ())}
+        self._evict(view, victims, blocks, float("inf"), after_s=-1.0, stay=stay)
+        freed = sum(view.resident[one] for one in (*victims.out, *victims.drop))
+        if freed < blocks:
+            return 0
+        plan.out += victims.out
+        plan.drop += victims.drop
+        return freed
+
+    def _evict(
+        self, view: View, plan: Plan, blocks: int, budget_bytes: float, *, after_s: float, stay: Collection[str]
+    ) -> None:
+        """Adds victims to the plan, of those whose ENST is later: largest first, until so many blocks come free."""
+        idle = [key for key in view.resident if key not in stay]
+        times = dict(zip(idle, view.enst_s(idle), strict=True))
+        places = {key: place for place, key in enumerate(view.chosen)}  # of equal ones, the last chosen goes first
+        host_free = view.host_free - sum(view.resident[key] for key in plan.out)
+        for key in sorted(idle, key=lambda one: (times[one], places.get(one, -1)), reverse=True):
+            size = view.resident[key]
+            if blocks <= 0 or times[key] <= after_s:
+                break
+            if self.mode is SwapMode.RECOMPUTE or size > host_free or self.recomputes(size):
+                plan.drop.append(key)
+            elif (plan.out or view.moving) and budget_bytes < size * self.block_bytes:
+                break
+            else:
+                plan.out.append(key)
+                host_free -= size
+                budget_bytes -= size * self.block_bytes
+            blocks -= size
+            if key in plan.run:  # it only filled a place
+                plan.run.remove(key)
