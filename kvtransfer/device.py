@@ -29,6 +29,9 @@ ARRAY_TYPES: Final[dict[str, type[np.generic]]] = {"bf16": np.uint16, "fp32": np
 class _Backend(Protocol):
     def zeros(self, shape: tuple[int, ...], dtype: type[np.generic]) -> npt.NDArray[np.generic]: ...
     def bytes(self, count: int) -> Buffer: ...
+    def pinned(self, shape: tuple[int, ...], dtype: type[np.generic]) -> npt.NDArray[np.generic]: ...
+    def to_host(self, blocks: npt.NDArray[np.generic], host: npt.NDArray[np.generic]) -> None: ...
+    def to_device(self, host: npt.NDArray[np.generic], blocks: npt.NDArray[np.generic]) -> None: ...
     def synchronize(self) -> None: ...
 
 
@@ -39,18 +42,30 @@ class _Cpu:
     def bytes(self, count: int) -> Buffer:
         return np.empty(count, np.uint8)
 
+    def pinned(self, shape: tuple[int, ...], dtype: type[np.generic]) -> npt.NDArray[np.generic]:
+        return self.zeros(shape, dtype)
+
+    def to_host(self, blocks: npt.NDArray[np.generic], host: npt.NDArray[np.generic]) -> None:
+        host[:] = blocks
+
+    def to_device(self, host: npt.NDArray[np.generic], blocks: npt.NDArray[np.generic]) -> None:
+        blocks[:] = host
+
     def synchronize(self) -> None:
         pass
 
 
 class _Cuda:
-    """CuPy behind the same three calls. Allocations live on one device; copies run on that device's current stream."""
+    """CuPy behind the same calls. Allocations live on one device; copies run on that device's current stream, those from
+    and to the host on one of their own, beside the kernels.
+    """
 
     def __init__(self, number: int) -> None:
         try:
             self._cupy = importlib.import_module("cupy")
             self._device = self._cupy.cuda.Device(number)
             self._device.use()
+            self._swaps = self._cupy.cuda.Stream(non_blocking=True)
         except Exception as error:  # cupy's own error types cannot be named without importing it
             raise TransportUnavailable(f"cuda:{number} cannot be used: {error}") from error
 
@@ -61,6 +76,22 @@ class _Cuda:
     def bytes(self, count: int) -> Buffer:
         with self._device:
             return cast("Buffer", self._cupy.empty(count, np.uint8))
+
+    def pinned(self, shape: tuple[int, ...], dtype: type[np.generic]) -> npt.NDArray[np.generic]:
+        count = math.prod(shape)
+        with self._device:
+            memory = self._cupy.cuda.alloc_pinned_memory(count * np.dtype(dtype).itemsize)
+        return np.frombuffer(memory, dtype, count).reshape(shape)
+
+    def to_host(self, blocks: npt.NDArray[np.generic], host: npt.NDArray[np.generic]) -> None:
+        with self._device, self._swaps:
+            self._cupy.ascontiguousarray(blocks).get(out=host)
+            self._swaps.synchronize()
+
+    def to_device(self, host: npt.NDArray[np.generic], blocks: npt.NDArray[np.generic]) -> None:
+        with self._device, self._swaps:
+            blocks[:] = self._cupy.asarray(host)
+            self._swaps.synchronize()
 
     def synchronize(self) -> None:
         with self._device:
@@ -78,16 +109,16 @@ class Arena:
         self.layout: Final = layout
         self.blocks: Final = blocks
         self.device: Final = device
-        self._backend = _backend(device)
+        self.backend: Final = _backend(device)
         heads = (layout.local_heads, layout.head_dim)
         shape = (layout.local_layers, 2, blocks, layout.block_tokens, *heads)
-        self.array: Final = self._backend.zeros(shape, ARRAY_TYPES[layout.dtype])
+        self.array: Final = self.backend.zeros(shape, ARRAY_TYPES[layout.dtype])
         # The same memory with blocks and their tokens as one axis of slots.
         self._slots = self.array.reshape(layout.local_layers, 2, blocks * layout.block_tokens, *heads)
 
     def staging(self, count: int) -> Buffer:
         """Allocates a staging buffer of `count` bytes on the arena's device."""
-        return self._backend.bytes(count)
+        return self.backend.bytes(count)
 
     def gather(self, piece: Piece, block_ids: Sequence[int], buffer: Buffer) -> None:
         """Copies the piece's KV out of the sequence's blocks into buffer[:piece.bytes]. Releases the GIL while
@@ -96,14 +127,14 @@ class Arena:
         packed = self._packed(piece, buffer)
         for tokens, slots in self._runs(piece, block_ids):
             packed[:, :, tokens] = self._layers(piece)[:, :, slots]
-        self._backend.synchronize()
+        self.backend.synchronize()
 
     def scatter(self, piece: Piece, block_ids: Sequence[int], buffer: Buffer) -> None:
         """Copies buffer[:piece.bytes] into the sequence's blocks, and touches nothing else of them."""
         packed = self._packed(piece, buffer)
         for tokens, slots in self._runs(piece, block_ids):
             self._layers(piece)[:, :, slots] = packed[:, :, tokens]
-        self._backend.synchronize()
+        self.backend.synchronize()
 
     def _packed(self, piece: Piece, buffer: Buffer) -> npt.NDArray[np.generic]:
         layout = self.layout
@@ -131,6 +162,48 @@ class Arena:
             begin = token - piece.token_begin
             yield slice(begin, begin + end - token), slice(slot, slot + end - token)
             token = end
+
+
+class HostArena:
+    """Blocks in host memory for those of an arena that have to give way: pinned where the arena is on a GPU.
+
+    `array` has the shape (blocks, layers, 2, block_tokens, kv_heads, head_dim): what a block of the arena holds lies
+    together. Copies are done when the calls return, and run without the GIL.
+    """
+
+    def __init__(self, arena: Arena, blocks: int) -> None:
+        self._arena = arena
+        layers, two, _, *inner = arena.array.shape
+        self.array: Final = arena.backend.pinned((blocks, layers, two, *inner), ARRAY_TYPES[arena.layout.dtype])
+
+    def save(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
+        """Copies blocks of the arena into as many of the host."""
+        for device, host in self._pairs(blocks, host_blocks):
+            self._arena.backend.to_host(device, host)
+
+    def restore(self, host_blocks: Sequence[int], blocks: Sequence[int]) -> None:
+        """Copies blocks of the host into as many of the arena."""
+        for device, host in self._pairs(blocks, host_blocks):
+            self._arena.backend.to_device(host, device)
+
+    def _pairs(
+        self, blocks: Sequence[int], host_blocks: Sequence[int]
+    ) -> Iterator[tuple[npt.NDArray[np.generic], npt.NDArray[np.generic]]]:
+        """Views of the same shape on the arena and on the host, one pair for each run of neighbours in both."""
+        if len(blocks) != len(host_blocks):
+            raise ValueError(f"{len(blocks)} blocks of the device and {len(host_blocks)} of the host are no pairs")
+        begin = 0
+        while begin < len(blocks):
+            end = begin + 1
+            while (
+                end < len(blocks)
+                and blocks[end] == blocks[end - 1] + 1
+                and host_blocks[end] == host_blocks[end - 1] + 1
+            ):
+                end += 1
+            device = self._arena.array[:, :, blocks[begin] : blocks[begin] + end - begin]
+            yield device.transpose(2, 0, 1, 3, 4, 5), self.array[host_blocks[begin] : host_blocks[begin] + end - begin]
+            begin = end
 
 
 def copy_to_host(buffer: Buffer) -> bytes:

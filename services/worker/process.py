@@ -30,7 +30,6 @@ from services.engine.pool import layout_of
 from services.engine.prefix import PrefixCache
 from services.engine.runner import open_runner
 from services.errors import StartError
-from services.latency import Latency
 from services.process import keep_to_cores, parse_cores
 from services.rpc.channels import Channels
 from services.rpc.server import RpcServer
@@ -64,6 +63,7 @@ class Parts:
     prefix: PrefixCache
     transport: Transport
     channels: Channels
+    latency: LatencyModel
 
 
 class Servicer(Protocol):
@@ -111,14 +111,13 @@ async def serve(
         parts, executor = await _equip(config, identity, stack)
         keep_to_cores(other_cores)
         part = assemble(parts)
-        latency = LatencyModel(chunk_tokens=config.chunk_tokens)
         crash: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         thread = StepThread(
             part.core,
             executor,
             deliver=part.deliver,
             on_crash=crash.set_exception,
-            measured=latency.observe,
+            measured=parts.latency.observe,
             cores=step_cores,
             nice=nice,
         )
@@ -132,7 +131,7 @@ async def serve(
         stack.push_async_callback(rpc.stop, 0.0)
 
         def record() -> WorkerRecord:
-            return _record(parts, role, thread.load, latency.latency)
+            return _record(parts, role, thread.load)
 
         registration = Registration(store, record)
         await registration.start()
@@ -184,11 +183,12 @@ async def _equip(config: WorkerConfig, identity: Identity, stack: contextlib.Asy
         prefix=prefix,
         transport=transport,
         channels=channels,
+        latency=LatencyModel(chunk_tokens=config.chunk_tokens),
     )
     return parts, Executor(runner)
 
 
-def _record(parts: Parts, role: Role, load_now: Load, latency: Latency) -> WorkerRecord:
+def _record(parts: Parts, role: Role, load_now: Load) -> WorkerRecord:
     blocks = load_now.blocks
     state: State = "draining" if parts.identity.draining else "ready"
     return WorkerRecord(
@@ -208,11 +208,15 @@ def _record(parts: Parts, role: Role, load_now: Load, latency: Latency) -> Worke
             leased=blocks.leased,
             swapped=blocks.swapped,
             cached=blocks.cached,
+            host=load_now.host_blocks,
         ),
         queued_tokens=load_now.queued_tokens,
         running=load_now.running,
         waiting=load_now.waiting,
-        latency=latency,
+        swapped=load_now.swapped,
+        levels=load_now.levels,
+        schedule=load_now.schedule,
+        latency=parts.latency.latency,
     )
 
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvtransfer.blocks import BlockPool
-from services.decode.core import GROWTH_TOKENS, DecodeCore
+from services.decode.core import DecodeCore
+from services.decode.memory import Memory
 from services.decode.messages import (
     Began,
     Cancel,
@@ -25,23 +26,34 @@ from services.decode.messages import (
     Tokens,
     TransferFailed,
 )
+from services.decode.requests import GROWTH_TOKENS
 from services.engine.prefix import PrefixCache
 from services.engine.sampling_spec import History, SamplingSpec, TokenLogprobs
 from services.errors import HandOffLost, NotAdmitted
+from services.schedule.budget import Bandwidth, Reserve
+from services.schedule.fcfs import fcfs
+from services.schedule.swap import Swapper, SwapMode
 from services.worker.work import Computed, Work
 
 BLOCK = 4
 
 
 def core(blocks: int = 64, chunk_tokens: int = 6, max_batch: int = 8, *, prefix_cache: bool = True) -> DecodeCore:
+    """First come, first served; who gives way is computed again."""
     pool = BlockPool(blocks)
-    return DecodeCore(
+    memory = Memory(
         pool=pool,
+        host=BlockPool(0),
         prefix=PrefixCache(pool, block_tokens=BLOCK, fingerprint="f", enabled=prefix_cache),
-        block_tokens=BLOCK,
-        chunk_tokens=chunk_tokens,
-        max_batch=max_batch,
+        swapper=Swapper(
+            mode=SwapMode.RECOMPUTE,
+            block_bytes=1,
+            block_tokens=BLOCK,
+            bandwidth=Bandwidth(bytes_per_s=1e9),
+            reserve=Reserve(total_blocks=blocks),
+        ),
     )
+    return DecodeCore(memory=memory, policy=fcfs(), chunk_tokens=chunk_tokens, max_batch=max_batch)
 
 
 def request(
@@ -79,7 +91,7 @@ class Model:
         self.slots: dict[tuple[int, int], int] = {}
 
     def write(self, c: DecodeCore, key: str, block: int, offset: int, token: int) -> None:
-        assert [owner for owner in c.pool.owners() if block in c.pool.blocks(owner)] == [key]
+        assert [owner for owner in c.memory.pool.owners() if block in c.memory.pool.blocks(owner)] == [key]
         self.slots[block, offset] = token
 
     def step(self, c: DecodeCore, now_s: float = 0.0) -> list[tuple[str, int, int]]:
@@ -229,7 +241,7 @@ def test_a_handed_over_request_that_gives_way_is_computed_again_here() -> None:
     c.apply(Received(key="young", first_token_id=first, finish=None), 0.0)
     events: list[Event] = [Tokens(key="old", offset=0, token_ids=(expected(old)[0],)), *run(c, model, steps=500)]
     assert answers(events) == {"old": expected(old), "young": expected(young)}
-    assert next(e.recomputed for e in events if isinstance(e, Finished) and e.key == "young") > 0
+    assert next(e.turns.recomputed for e in events if isinstance(e, Finished) and e.key == "young") > 0
     assert [e.key for e in events if isinstance(e, Began)] == ["young"], "a request begins once"
 
 
@@ -357,7 +369,7 @@ def test_a_prompt_that_gave_way_half_computed_reports_each_of_its_tokens_once() 
     steps(c, 10)
     assert (c.load().running, c.load().waiting) == (1, 1), "old has outgrown its room"
     events = steps(c, 100)
-    assert next(e.recomputed for e in events if isinstance(e, Finished) and e.key == "young") == 1
+    assert next(e.turns.recomputed for e in events if isinstance(e, Finished) and e.key == "young") == 1
     (began,) = [e for e in events if isinstance(e, Began)]
     assert [logprobs.logprob for logprobs in began.prompt_logprobs] == [-float(p) for p in range(1, 35)]
 
@@ -503,7 +515,7 @@ def test_requests_share_a_prefix_while_they_run_and_one_of_them_is_cancelled() -
         model.step(c)
     c.apply(submits[1], 0.0)
     model.step(c)
-    assert c.pool.blocks("a")[:3] == c.pool.blocks("b")[:3]
+    assert c.memory.pool.blocks("a")[:3] == c.memory.pool.blocks("b")[:3]
     c.apply(Cancel("a"), 0.0)
     events = run(c, model)
     assert answers(events)["b"] == expected(submits[1])
@@ -522,7 +534,7 @@ def test_a_request_that_gave_way_takes_up_what_is_left_of_its_blocks() -> None:
             tokens += sum(count for _, _, count in work)
             events += c.take_events()
         assert answers(events) == {submit.key: expected(submit) for submit in submits}
-        assert next(e.recomputed for e in events if isinstance(e, Finished) and e.key == "b") > 0
+        assert next(e.turns.recomputed for e in events if isinstance(e, Finished) and e.key == "b") > 0
         computed.append(tokens)
     assert computed[0] < computed[1]
 

@@ -3,9 +3,11 @@
 isort:skip_file
 Nouns of workers: who they are, what their KV looks like, what they are doing."""
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
@@ -114,8 +116,9 @@ class BlockCounts(_message.Message):
     LEASED_FIELD_NUMBER: _builtins.int
     SWAPPED_FIELD_NUMBER: _builtins.int
     CACHED_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
     total: _builtins.int
-    """All blocks of the pool."""
+    """All blocks of the pool, and those in host memory."""
     free: _builtins.int
     """Not in use: what can be allocated, `cached` included."""
     held: _builtins.int
@@ -123,9 +126,11 @@ class BlockCounts(_message.Message):
     leased: _builtins.int
     """Kept for a receiver that has not acknowledged yet."""
     swapped: _builtins.int
-    """In host memory. Always 0 in this version."""
+    """In host memory: KV of requests that gave way. Counted in total beside the pool's blocks; total - swapped is the pool."""
     cached: _builtins.int
     """Those of the free blocks that keep the KV of a known prefix until they are needed."""
+    host: _builtins.int
+    """Blocks of host memory that requests may be placed on as well, because running ones give way: 0 where none does."""
     def __init__(
         self,
         *,
@@ -135,10 +140,11 @@ class BlockCounts(_message.Message):
         leased: _builtins.int = ...,
         swapped: _builtins.int = ...,
         cached: _builtins.int = ...,
+        host: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "free", b"free", "held", b"held", "leased", b"leased", "swapped", b"swapped", "total", b"total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "free", b"free", "held", b"held", "host", b"host", "leased", b"leased", "swapped", b"swapped", "total", b"total"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -248,6 +254,9 @@ class WorkerView(_message.Message):
     HEARTBEAT_AGE_FIELD_NUMBER: _builtins.int
     PREFILL_FIT_FIELD_NUMBER: _builtins.int
     STEP_FIT_FIELD_NUMBER: _builtins.int
+    LEVEL_REQUESTS_FIELD_NUMBER: _builtins.int
+    SWAPPED_REQUESTS_FIELD_NUMBER: _builtins.int
+    SCHEDULE_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     """What it does."""
     state: Global___WorkerState.ValueType
@@ -264,6 +273,10 @@ class WorkerView(_message.Message):
     """Requests running."""
     waiting: _builtins.int
     """Requests waiting inside the worker."""
+    swapped_requests: _builtins.int
+    """Those of the waiting ones whose KV is in host memory, or on its way there or back."""
+    schedule: _builtins.str
+    """The schedule by name, for "auto" with what it is now: "auto (fcfs)"."""
     @_builtins.property
     def ref(self) -> Global___WorkerRef:
         """Identity."""
@@ -284,6 +297,10 @@ class WorkerView(_message.Message):
     def step_fit(self) -> Global___StepFit:
         """How long its decode steps take. Absent until it has computed enough of them to say."""
 
+    @_builtins.property
+    def level_requests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Requests by level of its schedule, the top first. Schedules without levels have one."""
+
     def __init__(
         self,
         *,
@@ -300,10 +317,13 @@ class WorkerView(_message.Message):
         heartbeat_age: _duration_pb2.Duration | None = ...,
         prefill_fit: Global___PrefillFit | None = ...,
         step_fit: Global___StepFit | None = ...,
+        level_requests: _abc.Iterable[_builtins.int] | None = ...,
+        swapped_requests: _builtins.int = ...,
+        schedule: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "heartbeat_age", b"heartbeat_age", "prefill_fit", b"prefill_fit", "ref", b"ref", "step_fit", b"step_fit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "blocks", b"blocks", "context_tokens", b"context_tokens", "heartbeat_age", b"heartbeat_age", "model", b"model", "prefill_fit", b"prefill_fit", "queued_tokens", b"queued_tokens", "ref", b"ref", "role", b"role", "running", b"running", "state", b"state", "step_fit", b"step_fit", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "blocks", b"blocks", "context_tokens", b"context_tokens", "heartbeat_age", b"heartbeat_age", "level_requests", b"level_requests", "model", b"model", "prefill_fit", b"prefill_fit", "queued_tokens", b"queued_tokens", "ref", b"ref", "role", b"role", "running", b"running", "schedule", b"schedule", "state", b"state", "step_fit", b"step_fit", "swapped_requests", b"swapped_requests", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

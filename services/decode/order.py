@@ -1,0 +1,141 @@
+"""Whose turn it is: the policy, told of all that it must know, and what its turns did to the requests.
+
+A row of a step is charged the step's time, a chunk what it would take by itself: rows beside a long prompt have not
+used so much time. Until a worker has learned how long prompts take, GUESSED_TOKEN_S stands in for it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from services.decode.requests import MOVING, Request, Requests, Stage
+from services.engine.plan import Slice
+from services.latency import Latency
+from services.schedule.auto import Auto
+from services.schedule.policy import Change, Job, Policy
+from services.worker.work import Work
+
+log = logging.getLogger(__name__)
+
+GUESSED_TOKEN_S: Final = 1e-3
+"""Of a prompt, before there is a fit. Rather too long: a prompt that joins too low is promoted, one that joins too high
+holds others up.
+"""
+GUESSED_STEP_S: Final = 0.03
+
+
+@dataclass(kw_only=True)
+class Order:
+    """The order of one worker's requests. `latency` says what it knows of its speed by now."""
+
+    policy: Policy
+    requests: Requests
+    latency: Callable[[], Latency]
+    _ran: set[str] = field(default_factory=set, init=False)  # in the last step
+    _step_s: float = field(default=GUESSED_STEP_S, init=False)  # of rows alone, lately
+
+    def arrive(self, request: Request, now_s: float) -> None:
+        """It wants to run from now on: at once, as soon as it has memory, or as soon as its KV was handed over."""
+        submit = request.submit
+        job = Job(
+            key=request.key,
+            first_step_s=self._first_step_s(request),
+            tenant=submit.tenant,
+            priority=submit.priority,
+            deadline_s=submit.deadline_s,
+            most_tokens=submit.max_new_tokens + (len(submit.token_ids) if submit.local else 0),
+        )
+        self.policy.arrive(job, now_s)
+        request.lowest_level = self.policy.level(request.key)
+
+    def finish(self, request: Request, *, completed: bool) -> None:
+        """It is over."""
+        self.policy.finish(request.key, completed=completed)
+        self._ran.discard(request.key)
+
+    def choose(self, batch: int, now_s: float) -> list[str]:
+        """Whose turn it is in the next step, `batch` at most, best first. Who is being received needs no turn."""
+        keys = self.policy.choose(batch + self.requests.count(Stage.RECEIVING), now_s)
+        self._note_changes()
+        return [key for key in keys if self.requests[key].stage is not Stage.RECEIVING][:batch]
+
+    def next_ones(self, limit: int, batch: int, now_s: float) -> list[str]:
+        """Whose turn comes next, those of the next step included."""
+        return [one.key for one in self.policy.upcoming(limit, batch, now_s)]
+
+    def step_s(self, keys: Sequence[str]) -> float:
+        """Predicted time of a step that decodes a token of each."""
+        if not keys or (fit := self.latency().step) is None:
+            return self._step_s
+        context = sum([len(self.requests[key].sequence.token_ids) for key in keys])
+        return fit.step_s(context_tokens=context, batch=len(keys))
+
+    def begin(self, step: Sequence[Request], now_s: float) -> None:
+        """A step begins with these: who ran in the one before and could go on is preempted."""
+        running = {request.key for request in step}
+        for key in self._ran - running:
+            request = self.requests.get(key)
+            if request is not None:
+                request.preemptions += 1
+                request.note(Change(key=key, what="preempted", at_s=now_s, level=self.policy.level(key)))
+        for request in step:
+            if request.ready_s:
+                request.waited_s += max(0.0, now_s - max(request.ran_s, request.ready_s))
+        self._ran = running
+
+    def ran(self, work: Sequence[Work], seconds: float, now_s: float) -> None:
+        """They were computed in a step of so many seconds that ends now."""
+        rows = [item.key for item in work if len(item.slice.token_ids) == 1]
+        row_s = seconds
+        if len(rows) < len(work):
+            row_s = min(seconds, self.step_s(rows))
+        if rows:
+            self._step_s = row_s
+            self.policy.measured(row_s)
+            self.policy.ran(rows, row_s, now_s)
+        for item in work:
+            self.requests[item.key].ran_s = now_s
+            if (tokens := len(item.slice.token_ids)) > 1:
+                self.policy.ran([item.key], self._chunk_s(item.slice, seconds), now_s, tokens=tokens)
+        self._note_changes()
+
+    @property
+    def preempts(self) -> bool:
+        """Who came later may go first."""
+        return self._mode != "fcfs"
+
+    @property
+    def schedule(self) -> str:
+        """The policy by name, and what it is now if it changes."""
+        return self.policy.name if self._mode == self.policy.name else f"{self.policy.name} ({self._mode})"
+
+    @property
+    def _mode(self) -> str:
+        return self.policy.mode if isinstance(self.policy, Auto) else self.policy.name
+
+    def stuck(self) -> bool:
+        """Nothing that is under way would ever let anybody run again."""
+        return not self.requests.count(Stage.RECEIVING, Stage.DRAINING, *MOVING)
+
+    def _first_step_s(self, request: Request) -> float:
+        tokens, latency = len(request.submit.token_ids), self.latency()
+        if request.local:
+            fit = latency.prefill
+            return tokens * GUESSED_TOKEN_S if fit is None else fit.prompt_s(tokens)
+        return 0.0 if latency.step is None else latency.step.step_s(context_tokens=tokens + 1, batch=1)
+
+    def _chunk_s(self, piece: Slice, seconds: float) -> float:
+        if (fit := self.latency().prefill) is None:
+            return seconds
+        tokens = len(piece.token_ids)
+        return min(seconds, fit.step_s(tokens=tokens, squares=tokens * (2 * piece.start + tokens)))
+
+    def _note_changes(self) -> None:
+        for change in self.policy.take_changes():
+            if not change.key:
+                log.info("schedule %s: %s", self.policy.name, change.detail)
+            elif (request := self.requests.get(change.key)) is not None:
+                request.note(change)
