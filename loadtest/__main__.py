@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from loadtest.engine import engine
+from loadtest.schedule import schedule
 from loadtest.smoke import smoke
 
 
@@ -14,6 +15,7 @@ def main() -> None:
 
 
 main.add_command(engine)
+main.add_command(schedule)
 main.add_command(smoke)
 
 if __name__ == "__main__":

@@ -37,16 +37,16 @@ class Due:
         return self._heap[0][0] if self._heap else float("inf")
 
     def take(self, now_s: float) -> Iterator[str]:
-        """Removes and gives those that are due."""
+        """Removes and gives those that are due, the longest due first."""
         while self._heap and self._heap[0][0] <= now_s:
-            _, key = heappop(self._heap)
+            due_s, key = heappop(self._heap)
             if key not in self._keys:
                 continue
             self._keys.remove(key)
-            if self._due_s(key) <= now_s:
-                yield key
-            else:
+            if self._due_s(key) > due_s:  # it has run since
                 self.add(key)
+            else:
+                yield key
 
     def soonest(self, limit: int, until_s: float) -> list[_Entry]:
         """The first `limit` entries until then, those of keys that have become later or have gone included."""

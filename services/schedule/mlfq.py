@@ -1,28 +1,28 @@
 """Skip-join multi-level feedback queues (FastServe: Wu et al., arXiv 2305.05920, section 4).
 
-Levels       quantum of level i, i from 0:  qᵢ = 2ⁱ·q₀,  q₀ = the measured time of a decode step. A request runs in
-             level 0 for exactly one step, in level i for as many as come nearest to qᵢ.
-Skip-join    a request joins at the first level whose quantum is at least its predicted first step's time (half a step
-             of tolerance: a prediction is not exact). `mlfq-naive` lets everybody join at the top.
+Levels       level i, from 0 at the top, has the quantum qᵢ = 2ⁱ·q₀, q₀ being the measured time of a decode step
+             (`ladder`). A request runs one step in level 0, and in level i as many as come nearest to qᵢ.
+Skip-join    a request joins at the first level whose quantum is at least its predicted first step's time.
+             `mlfq-naive` lets everybody join at the top.
 Demotion     when the quantum is used up, one level down with used time 0; not from the last level, and not while its
              tenant is behind its share (`shares`): then it goes to the end of the top again.
-Promotion    when it has waited for the starvation limit α, to the top with used time 0.
-Order        levels from the top; inside one first in, first out among the requests of one tenant and between tenants by
-             their weights (`shares.Level`). Preemption happens between steps only, since only there `choose` is asked.
+Promotion    when it has waited for the starvation limit α, to the end of the top with used time 0.
+Order        levels from the top; inside one first in, first out among the requests of one tenant, between tenants by
+             weights (`shares.Level`). Preemption happens between steps only, since only there `choose` is asked.
 
 A request's own wishes go through the same two doors, patience and place. Priority p: its patience is α·2⁻ᵖ, and in each
 level it enters ahead of so many of its tenant's quanta. Deadline: it is due for promotion when what it may still have
-to generate would no longer be done in time.
+to compute would no longer be done in time.
 
-How long can a request wait? Let it be admitted, without a deadline, of priority 0 like all others of its tenant, and
-let s be the longest of the steps meanwhile (q₀ = s where they are alike). It is promoted at the first step's end that
-comes α after it last ran; so far it waited at most α + s. Let L be the requests of the top level then, itself included,
-all of one tenant. Only the L − 1 ahead of it pass it: later ones enter behind. Each of them runs one step and leaves the
-level; B run at a time, the front first. So it waits at most ⌊(L − 1) ÷ B⌋ = ⌈L ÷ B⌉ − 1 more steps:
+How long can a request wait? Let it be admitted, without a deadline, of priority 0 like all others, of one tenant, and
+let s be the longest step meanwhile (q₀ = s where they are alike). It is promoted at the first step's end that comes α
+after it last ran; so far it waited α + s at most. Let L be the requests of the top level then, itself included. Only
+the L − 1 ahead of it pass it: later ones enter behind. Each of them runs one step and leaves the level; B run at a
+time, the front first. So it waits for ⌊(L − 1) ÷ B⌋ = ⌈L ÷ B⌉ − 1 more steps at most:
 
     wait  ≤  α + ⌈L ÷ B⌉·s + the time to have its KV back, if that was swapped out.
 
-With several tenants let n of the L be its own: L becomes Σₖ(wₖ·(n − 1) ÷ w + 1) + n − 1 at most (`shares.Level`).
+With several tenants let n of the L be its own: Σₖ(wₖ·n ÷ w + 1) + n − 1 take the place of L − 1 (`shares`).
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from dataclasses import dataclass
 from typing import Final
 
 from services.schedule.due import Due
-from services.schedule.policy import Change, Job, Next
+from services.schedule.ladder import LEVELS, Ladder
+from services.schedule.policy import MANY, Change, Job, Next
 from services.schedule.shares import Level, Shares
 
-LEVELS: Final = 16
-"""The last one's quantum is 32,768 steps: longer than any answer."""
-STARVATION_S: Final = 0.3
-MEMORY: Final = 16.0
-"""About how many measurements make up q₀."""
+STARVATION_S: Final = 1.0
+"""α. The paper has 0.3 s; in simulation 1 s costs nothing in mean completion, and under overload short answers, which
+share the top with those that starve, come out a third sooner for each token.
+"""
 
 
 @dataclass(slots=True)
 class _Place:
     job: Job
-    level: int
-    last_s: float  # when it last ran, or arrived
+    level: int = 0
+    last_s: float = 0.0  # when it last ran, or arrived
     used_s: float = 0.0  # of its level's quantum
     tokens: int = 0  # computed so far
 
@@ -54,13 +54,11 @@ class _Place:
 class Mlfq:
     """A policy (see `Policy`). A step costs O((batch + promotions)·log n + levels)."""
 
-    def __init__(
-        self, *, step_s: float = 0.03, starvation_s: float = STARVATION_S, skip_join: bool = True
-    ) -> None:
+    def __init__(self, *, step_s: float = 0.03, starvation_s: float = STARVATION_S, skip_join: bool = True) -> None:
         """`step_s`: a first guess of q₀. `starvation_s`: α; infinite means that nobody is promoted."""
-        if step_s <= 0 or starvation_s <= 0:
-            raise ValueError(f"step_s: {step_s} and starvation_s: {starvation_s} must be positive")
-        self._quantum_s = step_s
+        if not starvation_s > 0:
+            raise ValueError(f"starvation_s: {starvation_s} is not positive")
+        self._ladder = Ladder(step_s)
         self._starvation_s = starvation_s
         self._skip_join = skip_join
         self._places: dict[str, _Place] = {}
@@ -75,40 +73,45 @@ class Mlfq:
         """See Policy."""
         return "mlfq" if self._skip_join else "mlfq-naive"
 
+    @property
+    def quantum_s(self) -> float:
+        """q₀: what a decode step takes now."""
+        return self._ladder.quantum_s
+
     def arrive(self, job: Job, now_s: float) -> None:
         """See Policy."""
         if job.key in self._places:
             raise ValueError(f"{job.key!r} is queued already")
-        level = self._entry_level(job.first_step_s) if self._skip_join else 0
-        place = self._places[job.key] = _Place(job=job, level=level, last_s=now_s)
+        place = self._places[job.key] = _Place(job=job, last_s=now_s)
         self._shares.join(job.tenant, job.weight)
-        self._enter(place, level)
+        self._enter(place, self._ladder.entry_level(job.first_step_s) if self._skip_join else 0)
 
     def choose(self, batch: int, now_s: float) -> Sequence[str]:
         """See Policy."""
         for key in self._due.take(now_s):
-            if self._places[key].level:
-                self._move(self._places[key], 0, now_s, "promoted")
+            place = self._places[key]
+            if place.level:
+                self._move(place, 0, now_s, "promoted")
         chosen: list[str] = []
         for level in self._levels:
             if len(chosen) == batch:
                 break
-            chosen += level.first(batch - len(chosen))
+            if level:
+                chosen += level.serve(batch - len(chosen))
         self._chosen = chosen
         return chosen
 
     def ran(self, keys: Iterable[str], seconds: float, now_s: float, *, tokens: int = 1, steps: int = 1) -> None:
         """See Policy."""
-        half_step_s = seconds / steps / 2
+        step_s = seconds / steps
         for key in keys:
             place = self._places[key]
             place.last_s = now_s
             place.used_s += seconds
             place.tokens += tokens
             self._shares.serve(place.job.tenant, tokens)
-            level = place.level
-            if level + 1 < LEVELS and (level == 0 or place.used_s + half_step_s > self._quantum_s * (1 << level)):
-                self._demote(place, 2 * half_step_s, now_s)
+            if self._ladder.left_s(place.level, place.used_s, step_s) < 0:
+                self._demote(place, step_s, now_s)
 
     def finish(self, key: str, *, completed: bool = True) -> None:
         """See Policy."""
@@ -119,26 +122,23 @@ class Mlfq:
 
     def measured(self, step_s: float) -> None:
         """See Policy."""
-        self._quantum_s += (step_s - self._quantum_s) / MEMORY
+        self._ladder.measured(step_s)
 
     def steady_steps(self, step_s: float, now_s: float) -> int:
         """See Policy."""
         if len(self._places) <= len(self._chosen):
-            return 1 << 30  # everybody runs, at whatever level
+            return MANY  # everybody runs, at whatever level
         left_s = self._due.next_s() - now_s
         for key in self._chosen:
             place = self._places[key]
-            quantum_s = self._quantum_s * (1 << place.level) if 0 < place.level < LEVELS - 1 else 0.0
-            left_s = min(left_s, quantum_s - place.used_s - step_s / 2)
-        return max(1, min(1 << 30, int(left_s / step_s) + 1)) if left_s < float("inf") else 1 << 30
+            left_s = min(left_s, self._ladder.left_s(place.level, place.used_s, step_s))
+        return MANY if left_s >= MANY * step_s else max(1, int(left_s / step_s) + 1)
 
     def upcoming(self, limit: int, batch: int, now_s: float) -> Sequence[Next]:
         """See Policy."""
         line: list[str] = []
         for level in self._levels:
-            if len(line) >= limit:
-                break
-            line += level.peek(limit - len(line))
+            line += level.first(limit - len(line))
         times = dict(zip(line, self.enst_s(line, batch, now_s), strict=True))
         until_s = now_s + max(times.values(), default=0.0)
         due = [key for _, key in self._due.soonest(limit, until_s) if key not in times]
@@ -146,16 +146,8 @@ class Mlfq:
         return [Next(key=key, enst_s=times[key]) for key in sorted(times, key=times.__getitem__)[:limit]]
 
     def enst_s(self, keys: Iterable[str], batch: int, now_s: float) -> Sequence[float]:
-        """See Policy. FastServe's section 5, for i in level b:
-
-        ENST(i) = min(time to promotion, 1 ÷ B · Σ over higher-priority j of Σ_{k = level(j)}^{b − 1} q_k),
-
-        where the inner sum is q_b − q_{level(j)}, as quanta double: one value for each level. What runs now: 0.
-        """
-        of_level = [0.0] * LEVELS
-        for b in range(LEVELS):
-            ahead = (len(self._levels[a]) * ((1 << b) - (1 << a)) for a in range(b))
-            of_level[b] = sum(ahead) * self._quantum_s / batch
+        """See Policy: min(time to promotion, its level's (`Ladder.enst_s`)). What was chosen to run now has 0."""
+        of_level = self._ladder.enst_s(self.levels(), batch)
         chosen = set(self._chosen)
         return [
             0.0 if key in chosen else max(0.0, min(self._due_s(key) - now_s, of_level[self._places[key].level]))
@@ -175,28 +167,21 @@ class Mlfq:
         changes, self._changes = self._changes, []
         return changes
 
-    def _entry_level(self, first_step_s: float) -> int:
-        tolerated_s = first_step_s - self._quantum_s / 2
-        return next((i for i in range(LEVELS) if self._quantum_s * (1 << i) >= tolerated_s), LEVELS - 1)
-
     def _due_s(self, key: str) -> float:
         place = self._places[key]
         job = place.job
         due_s = place.last_s + self._starvation_s / 2.0**job.priority
         if job.deadline_s is not None:
-            due_s = min(due_s, job.deadline_s - max(1, job.most_tokens - place.tokens) * self._quantum_s)
+            due_s = min(due_s, job.deadline_s - max(1, job.most_tokens - place.tokens) * self.quantum_s)
         return due_s
 
     def _demote(self, place: _Place, step_s: float, now_s: float) -> None:
         if self._shares.behind(place.job.tenant):
             self._move(place, 0, now_s, "kept")
             return
-        level, used_s = place.level, place.used_s
-        while level + 1 < LEVELS and used_s > 0 and (level == 0 or used_s + step_s / 2 > self._quantum_s * (1 << level)):
-            used_s -= max(1, round(self._quantum_s * (1 << level) / step_s)) * step_s if level else step_s
-            level += 1  # several at once only after several steps at once
+        level, used_s = self._ladder.demoted(place.level, place.used_s, step_s)
         self._move(place, level, now_s, "demoted")
-        place.used_s = max(0.0, used_s)
+        place.used_s = used_s
 
     def _move(self, place: _Place, level: int, now_s: float, what: str) -> None:
         self._levels[place.level].leave(place.job.key)

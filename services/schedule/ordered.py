@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
-from services.schedule.policy import Change, Job, Next
+from services.schedule.policy import MANY, Change, Job, Next
 from services.schedule.ranked import RankedQueue
 
 SIGHT: Final = 8
@@ -55,7 +55,7 @@ class Ordered:
 
     def steady_steps(self, step_s: float, now_s: float) -> int:
         """See Policy: those that run only get further ahead."""
-        return 1 << 30
+        return MANY
 
     def upcoming(self, limit: int, batch: int, now_s: float) -> Sequence[Next]:
         """See Policy."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
+
+MANY: Final = 1 << 30
+"""Steps: as long as nothing else happens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

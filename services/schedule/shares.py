@@ -9,7 +9,7 @@ served    per tenant, over all levels, as the virtual token counter of Sheng et 
 tag       per level, the start tag of start-time fair queueing (Goyal et al., SIGCOMM 1996): a request enters a level
           with the tag max(level's clock, tenant's last finish tag), and its tenant's finish tag goes 1 ÷ weight beyond
           that: one quantum. With one tenant, or none waiting, that is first in, first out. A request with the n-th tag
-          of its tenant is passed by at most Σₖ(wₖ·(n − 1) ÷ w + 1) requests of the others, however many they send.
+          of its tenant is passed by at most Σₖ(wₖ·n ÷ w + 1) requests of the others, however many they send.
 """
 
 from __future__ import annotations
@@ -60,8 +60,10 @@ class Shares:
         if account.requests:
             return
         del self._accounts[tenant]
-        self._weights = sum(one.weight for one in self._accounts.values()) if len(self._accounts) < 8 else (
-            self._weights - account.weight
+        self._weights = (
+            sum(one.weight for one in self._accounts.values())
+            if len(self._accounts) < 8
+            else (self._weights - account.weight)
         )
         if account.served > self._fair:
             self._ahead[tenant] = account.served
@@ -105,13 +107,13 @@ class Level:
         """KeyError when it is not here."""
         self._queue.remove(key)
 
-    def first(self, count: int) -> list[str]:
-        """The first `count`, in order, to be served: the clock moves to the last one's tag."""
+    def serve(self, count: int) -> list[str]:
+        """The first `count`, in order, which are served now: the clock moves to the last one's tag."""
         keys = self._queue.first(count)
         if keys:
             self._clock = max(self._clock, self._queue.rank(keys[-1]))
         return keys
 
-    def peek(self, count: int) -> list[str]:
+    def first(self, count: int) -> list[str]:
         """The same without serving them."""
         return self._queue.first(count)

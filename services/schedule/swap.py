@@ -26,8 +26,6 @@ from services.schedule.budget import Bandwidth, Reserve
 from services.schedule.policy import Next
 
 
-import os
-K=float(os.environ.get('K','1'))
 class SwapMode(Enum):
     """See the module's text."""
 
@@ -122,7 +120,7 @@ class Swapper:
         if away and not lacking and not view.freeing:
             for one in away:
                 blocks = view.host[one.key]
-                if blocks + reserve > left or (plan.back or view.moving) and budget_bytes < blocks * self.block_bytes:
+                if blocks + reserve > left or ((plan.back or view.moving) and budget_bytes < blocks * self.block_bytes):
                     break
                 plan.back.append(one.key)
                 left -= blocks
@@ -135,7 +133,7 @@ class Swapper:
             after_s = -1.0 if lacking else view.step_s
             self._evict(view, plan, -room, budget_bytes, after_s=after_s, stay=stay)
         elif away and not view.freeing and (short := view.host[away[0].key] - room) > 0:
-            exchange_s = self.copy_s(view.host[away[0].key]) * 2 * K
+            exchange_s = self.copy_s(view.host[away[0].key]) * 2
             after_s = -1.0 if pressing else away[0].enst_s + exchange_s
             self._evict(view, plan, short, budget_bytes, after_s=after_s, stay=stay)
 

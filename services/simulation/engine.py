@@ -5,7 +5,7 @@ chosen can run. A step with prompts in it is one step; decode steps are taken se
 arrive or end, no block is needed, no copy ends, and the policy says that its choice stands (`Policy.steady_steps`).
 With nothing to run the clock goes on to the next arrival, or to the end of the next copy.
 
-Not simulated: the hand-off of KV that a decode-only engine gets (a request arrives when its KV could), sampling, clients.
+Not simulated: the hand-off of KV that a decode-only engine gets (a request arrives when its KV could) and clients.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ class Simulation:
         """Without a limit KV memory is infinite. ValueError when a request fits into none."""
         self._machine, self._policy = machine, policy
         self._requests = sorted(requests, key=lambda request: request.arrival_s)
-        self._memory = limit and Memory(limit=limit, machine=machine, policy=policy, needed_tokens=self._needed_tokens)
+        self._memory: Memory | None = None
+        if limit:
+            self._memory = Memory(limit=limit, machine=machine, policy=policy, needed_tokens=self._needed_tokens)
         self._arrived = 0
         self._now_s = 0.0
         self._live: dict[str, _Live] = {}
@@ -106,6 +108,10 @@ class Simulation:
         """Raises unless the blocks are accounted for."""
         if self._memory:
             self._memory.pool.check()
+
+    def free_blocks(self) -> int:
+        """Of the KV pool; 0 where memory is not limited."""
+        return self._memory.pool.counts().free if self._memory else 0
 
     def _next_arrival_s(self) -> float:
         return self._requests[self._arrived].arrival_s if self._arrived < len(self._requests) else float("inf")
@@ -211,9 +217,9 @@ class Simulation:
             most = min(most, *[self._memory.room_tokens(key) - one.context for key, one in step.rows])
         growth_s = self._machine.step.b_s * len(step.rows)
         until_s = min(self._next_arrival_s(), self._copy_end_s) - self._now_s
-        for _ in range(2):
+        for grown in (0, 1):  # first a bound from steps like the first, then one from the longest of so many
             if most > 1:
-                longest_s = step_s + growth_s * (most if _ else 0)
+                longest_s = step_s + growth_s * most * grown
                 most = min(most, self._policy.steady_steps(longest_s, self._now_s))
                 most = min(most, max(1, -int(-until_s // longest_s))) if until_s < float("inf") else most
         return max(1, most)

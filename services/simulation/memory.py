@@ -128,7 +128,6 @@ class Memory:
         if waits:
             self.arrived(end_s)
         for key in plan.run:
-            if self._needs(key)>self._free: raise RuntimeError((key,self._needs(key),self._free,len(plan.run),plan.run.index(key),key in plan.back,plan.out,plan.drop))
             self._give(key, self._needs(key))
         return end_s - now_s if waits else 0.0
 

@@ -1,0 +1,97 @@
+"""`python -m loadtest schedule`: what each schedule is worth, simulated over many kinds of traffic."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict
+from functools import lru_cache
+from importlib.util import find_spec
+from multiprocessing import get_context
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from loadtest.schedule_costs import costs, costs_table
+from loadtest.schedule_report import rows_of, tables
+from loadtest.schedule_runs import Cell, Run, cells, run
+from loadtest.workloads import Workload, synthetic, traced
+from services.cli.tables import table_console
+
+
+@click.command()
+@click.option("--seeds", default=5, show_default=True, type=click.IntRange(1), help="Runs of every cell.")
+@click.option("--workload", "names", multiple=True, help="Only this one; may be repeated.")
+@click.option(
+    "--traces",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="A folder with azure_2023_conv.csv and azure_2023_code.csv: their traffic, too.",
+)
+@click.option("--quick", is_flag=True, help="Fewer loads, requests and seeds, no large batches: a minute.")
+@click.option("--jobs", default=os.cpu_count() or 1, show_default=True, type=click.IntRange(1), help="Processes.")
+@click.option("--json", "as_json", is_flag=True, help="One line of JSON instead of tables.")
+@click.option("--plot", type=click.Path(file_okay=False, path_type=Path), help="A folder for two figures (matplotlib).")
+def schedule(
+    seeds: int, names: Sequence[str], traces: Path | None, quick: bool, jobs: int, as_json: bool, plot: Path | None
+) -> None:
+    """First come, first served against feedback queues and what else there is, on OPT-13B on an A100.
+
+    The whole run takes a quarter of an hour on two cores.
+    """
+    try:
+        workloads = _chosen(_every(traces), names)
+    except ValueError as error:
+        raise click.ClickException(str(error)) from None
+    if plot and find_spec("matplotlib") is None:
+        raise click.ClickException("--plot needs matplotlib: pip install 'diptych[plots]'")
+    seeds = min(seeds, 2) if quick else seeds
+    spent = costs(time.perf_counter)
+    rows = rows_of(_runs(list(cells(workloads, quick=quick)), traces, seeds, jobs))
+    if as_json:
+        plain = {"rows": [row.as_dict() for row in rows], "costs": [asdict(one) for one in spent]}
+        click.echo(json.dumps(plain))
+    else:
+        for table in (*tables(rows), costs_table(spent)):
+            table_console().print(table)
+    if plot:
+        from loadtest.figures import draw  # matplotlib is an extra
+
+        for path in draw(rows, plot):
+            click.echo(f"drawn: {path}", err=True)
+
+
+def _chosen(every: Mapping[str, Workload], names: Sequence[str]) -> Sequence[Workload]:
+    unknown = [name for name in names if name not in every]
+    if unknown:
+        raise ValueError(f"--workload: {unknown[0]!r} is none of {', '.join(every)}")
+    return [workload for name, workload in every.items() if not names or name in names]
+
+
+@lru_cache(maxsize=1)
+def _every(traces: Path | None) -> Mapping[str, Workload]:
+    return {workload.name: workload for workload in (*synthetic(), *(traced(traces) if traces else ()))}
+
+
+def _runs(todo: Sequence[Cell], traces: Path | None, seeds: int, jobs: int) -> Iterable[Run]:
+    """All of them, in any order, the most expensive first; the progress is shown on stderr."""
+    ordered = sorted(todo, key=lambda cell: (not cell.kv_limited, -cell.load * cell.count))
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with (
+        ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool,
+        Progress(*columns, console=Console(stderr=True)) as progress,
+    ):
+        futures = [pool.submit(_run, cell, traces, seed) for cell in ordered for seed in range(seeds)]
+        task = progress.add_task("simulating", total=len(futures))
+        for done in as_completed(futures):
+            progress.advance(task)
+            yield done.result()
+
+
+def _run(cell: Cell, traces: Path | None, seed: int) -> Run:
+    """In a process of its own: workloads are made again there, for functions cannot be sent."""
+    return run(cell, _every(traces)[cell.workload], seed)

@@ -1,0 +1,126 @@
+"""First come, first served where feedback queues would lose, feedback queues where they win: by what is observed.
+
+It starts first come, first served, knowing nothing. From the service times of what has completed lately (`WINDOW` of
+them) it predicts what feedback queues would gain (`gain`), and turns to them above ENTER, back below LEAVE: two
+bounds, so that it does not waver between two schedules that are equally good. It turns only if somebody had to wait
+since it last looked: without a queue both are the same.
+
+Both schedules are kept up to date all the time, so that a turn costs nothing and nobody's history is lost.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from services.schedule.fcfs import fcfs
+from services.schedule.gain import predicted_gain
+from services.schedule.mlfq import Mlfq
+from services.schedule.policy import Change, Job, Next, Policy
+
+ENTER: Final = 1.1
+LEAVE: Final = 0.95
+WINDOW: Final = 256
+LEAST: Final = 24
+"""Completions before it says anything."""
+EVERY: Final = 8
+"""Completions between two looks."""
+
+
+class Auto:
+    """A policy (see `Policy`) that is one of two at any time."""
+
+    def __init__(self, queues: Mlfq) -> None:
+        """`queues`: the feedback queues to turn to, empty."""
+        self._fcfs = fcfs()
+        self._mlfq = queues
+        self._policy: Policy = self._fcfs
+        self._used_s: dict[str, float] = {}
+        self._completed_s: deque[float] = deque(maxlen=WINDOW)
+        self._unseen = 0
+        self._queued = False
+        self._now_s = 0.0
+        self._changes: list[Change] = []
+        self.gain = 1.0
+
+    @property
+    def name(self) -> str:
+        """See Policy."""
+        return "auto"
+
+    @property
+    def mode(self) -> str:
+        """The name of what it is now."""
+        return self._policy.name
+
+    def arrive(self, job: Job, now_s: float) -> None:
+        """See Policy."""
+        self._mlfq.arrive(job, now_s)
+        self._fcfs.arrive(job, now_s)
+        self._used_s[job.key] = 0.0
+
+    def choose(self, batch: int, now_s: float) -> Sequence[str]:
+        """See Policy."""
+        self._now_s = now_s
+        self._queued = self._queued or len(self._used_s) > batch
+        if self._unseen >= EVERY and len(self._completed_s) >= LEAST:
+            self._look()
+        return self._policy.choose(batch, now_s)
+
+    def ran(self, keys: Iterable[str], seconds: float, now_s: float, *, tokens: int = 1, steps: int = 1) -> None:
+        """See Policy."""
+        keys = list(keys)
+        self._mlfq.ran(keys, seconds, now_s, tokens=tokens, steps=steps)
+        for key in keys:
+            self._used_s[key] += seconds
+
+    def finish(self, key: str, *, completed: bool = True) -> None:
+        """See Policy."""
+        self._mlfq.finish(key)
+        self._fcfs.finish(key)
+        used_s = self._used_s.pop(key)
+        if completed:
+            self._completed_s.append(used_s)
+            self._unseen += 1
+
+    def measured(self, step_s: float) -> None:
+        """See Policy."""
+        self._mlfq.measured(step_s)
+        self._fcfs.measured(step_s)
+
+    def steady_steps(self, step_s: float, now_s: float) -> int:
+        """See Policy."""
+        return self._policy.steady_steps(step_s, now_s)
+
+    def upcoming(self, limit: int, batch: int, now_s: float) -> Sequence[Next]:
+        """See Policy."""
+        return self._policy.upcoming(limit, batch, now_s)
+
+    def enst_s(self, keys: Iterable[str], batch: int, now_s: float) -> Sequence[float]:
+        """See Policy."""
+        return self._policy.enst_s(keys, batch, now_s)
+
+    def level(self, key: str) -> int:
+        """See Policy."""
+        return self._policy.level(key)
+
+    def levels(self) -> Sequence[int]:
+        """See Policy."""
+        return self._policy.levels()
+
+    def take_changes(self) -> list[Change]:
+        """See Policy; a turn is a change of mode. What moves in queues that do not decide is nobody's news."""
+        moved = self._mlfq.take_changes()
+        changes, self._changes = self._changes, []
+        return changes + moved if self._policy is self._mlfq else changes
+
+    def _look(self) -> None:
+        self._unseen = 0
+        self.gain = predicted_gain(self._completed_s, self._mlfq.quantum_s)
+        turn = self.gain < LEAVE if self._policy is self._mlfq else self.gain > ENTER
+        if turn and self._queued:
+            self._policy = self._fcfs if self._policy is self._mlfq else self._mlfq
+            detail = f"{self.mode}: predicted gain {self.gain:.2f}"
+            self._changes.append(Change(key="", what="mode", at_s=self._now_s, detail=detail))
+        self._queued = False
