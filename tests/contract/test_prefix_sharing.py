@@ -209,6 +209,7 @@ def test_a_pool_too_small_for_all_prefixes_evicts_and_still_answers_right(case: 
 
 @pytest.mark.parametrize("tokens", [1, BLOCK, BLOCK + 1, 100])
 def test_a_hand_off_moves_only_what_the_receiver_lacks(case: Case, tokens: int) -> None:
+    """F7."""
     source, target, prompt = case.prefill(), case.decode(), prompt_of(tokens)
     expected = case.expected(prompt)
     assert handed_over(source, target, prompt) == (expected, tokens)

@@ -72,6 +72,7 @@ async def test_the_kv_arrives_whole_and_only_its_bytes_travel(pair, transport, t
 
 
 async def test_two_block_sizes_and_skipped_tokens_meet(transport):
+    """F7."""
     target_layout = dataclasses.replace(LAYOUT, block_tokens=24)
     async with pair_over(transport, transport, target_layout=target_layout, checksums=True) as pair:
         tokens, skip = 333, 48
@@ -209,6 +210,7 @@ async def test_everything_skipped_still_brings_the_first_token(pair):
 
 
 async def test_an_unknown_transfer_is_not_found_at_its_deadline(pair):
+    """K5."""
     with pytest.raises(UnknownTransfer):
         await pair.receiver.pull(
             pair.start_serving(0.05), pair.opening("never"), block_ids=[0], tokens=1, timeout_s=5.0
@@ -216,6 +218,7 @@ async def test_an_unknown_transfer_is_not_found_at_its_deadline(pair):
 
 
 async def test_a_hand_off_is_used_once(pair):
+    """K5."""
     pair.fill("t", 20)
     offer = pair.offer("t", 20)
     offer.advance(20)
@@ -229,6 +232,7 @@ async def test_a_hand_off_is_used_once(pair):
 
 
 async def test_two_pulls_of_one_hand_off_get_it_once(pair):
+    """K5."""
     pair.fill("t", 20)
     offer = pair.offer("t", 20)
     pulls = [asyncio.ensure_future(pair.pull("t", 20, blocks=[2 * i, 2 * i + 1])) for i in range(2)]
@@ -240,6 +244,7 @@ async def test_two_pulls_of_one_hand_off_get_it_once(pair):
 
 
 async def test_an_expired_offer_frees_its_blocks_and_is_not_found(pair):
+    """K5."""
     pair.fill("t", 20)
     pair.offer("t", 20, limit_s=0.02)
     await until(lambda: pair.released == ["t"])
@@ -257,6 +262,7 @@ async def test_a_lease_that_ends_in_mid_transfer_ends_the_transfer(pair):
 
 
 async def test_a_released_hand_off_cannot_be_pulled_or_offered(pair):
+    """K5."""
     pair.fill("t", 20)
     pair.offer("t", 20)
     for _ in range(2):
@@ -270,6 +276,7 @@ async def test_a_released_hand_off_cannot_be_pulled_or_offered(pair):
 
 
 async def test_another_incarnation_is_refused(pair):
+    """K5."""
     pair.fill("t", 20)
     pair.offer("t", 20)
     with pytest.raises(WrongIncarnation):
@@ -277,6 +284,7 @@ async def test_another_incarnation_is_refused(pair):
 
 
 async def test_another_model_is_refused_and_named(transport):
+    """K5."""
     other = dataclasses.replace(LAYOUT, model="other")
     async with pair_over(transport, transport, target_layout=other) as pair:
         pair.fill("t", 20)
@@ -286,6 +294,7 @@ async def test_another_model_is_refused_and_named(transport):
 
 
 async def test_another_idea_of_the_prompt_is_refused(pair):
+    """K5."""
     pair.fill("t", 20)
     offer = pair.offer("t", 20)
     offer.advance(20)
@@ -296,7 +305,7 @@ async def test_another_idea_of_the_prompt_is_refused(pair):
 
 
 async def test_a_failed_offer_fails_its_pull_with_the_same_error(pair, transport):
-    """Posted receives of the failed pull are drained by void messages: the connection survives."""
+    """K3. Posted receives of the failed pull are drained by void messages: the connection survives."""
     pair.fill("t", 1000)
     offer = pair.offer("t", 1000)
     offer.advance(300)
@@ -448,6 +457,32 @@ async def test_finishing_without_all_pieces_is_never_an_answer(pair, transport):
         await fabricated.pull
 
 
+async def test_when_one_of_several_pieces_fails_the_others_drain_before_their_memory_is_used_again(pair, transport):
+    """K3: the second of three arrives damaged while the third is on the wire.
+
+    The blocks are given to somebody else at once; the third piece comes after that, and must not land in them.
+    """
+    tokens = 300
+    fabricated = Fabricated(pair, transport, tokens)
+    await fabricated.accept()
+    sizes = [count * LAYOUT.token_bytes for count in (128, 128, 44)]
+    await fabricated.send(0, sizes[0], sizes[0])
+    await fabricated.send(1, sizes[1], sizes[1], crc32=1)
+    with pytest.raises(TruncatedPiece, match="damaged"):
+        await fabricated.pull
+    assert not any(isinstance(message, Acknowledge) for message in fabricated.receiving.said)
+    assert pair.receiver.staging_out == 1, "the receive of the third piece is posted"
+    blocks = pair.target.pool.free("t")
+    assert pair.target.pool.allocate(len(blocks), "b") == tuple(sorted(blocks))
+    kv = write_kv(pair.target.arena, pair.target.pool.blocks("b"), tokens, seed=2)
+    aborted = transport.counters.endpoints_aborted
+    fabricated.endpoint.send(np.ones(sizes[2], np.uint8), fabricated.tag_base + 2)
+    await pair.receiver.drained()
+    np.testing.assert_array_equal(pair.received("b", tokens), kv)
+    assert pair.receiver.staging_out == pair.receiver.quarantined == 0
+    assert transport.counters.endpoints_aborted == aborted
+
+
 async def test_a_sender_that_ends_the_stream_early_is_lost(pair, transport):
     fabricated = Fabricated(pair, transport, 200)
     await fabricated.accept()
@@ -471,6 +506,7 @@ async def test_a_wrong_acknowledgement_does_not_count_as_success(pair):
 
 
 async def test_a_pull_that_does_not_begin_with_open_is_refused(pair):
+    """K5."""
     receiving, sending = control_pair()
     await receiving.send(Posted(pieces=1))
     with pytest.raises(ProtocolViolation):

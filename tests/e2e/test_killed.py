@@ -44,6 +44,7 @@ async def serves_again(mesh: Mesh) -> Answer:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 async def test_whoever_is_killed_in_mid_request_nobody_hangs_and_the_mesh_comes_back(start_mesh: StartMesh) -> None:
+    """L1, in mid-stream."""
     mesh = start_mesh()
     expected = (await ask(mesh, request([3, 4, 5] * 20, **LONG))).token_ids
     short = (await ask(mesh, request([5, 6, 7], max_tokens=4, ignore_eos=True))).token_ids
@@ -77,6 +78,7 @@ async def test_whoever_is_killed_in_mid_request_nobody_hangs_and_the_mesh_comes_
 async def test_a_prefill_worker_killed_while_it_computes_costs_an_error_or_another_placement(
     start_mesh: StartMesh,
 ) -> None:
+    """L1, in mid-transfer."""
     mesh = start_mesh(extra=["--chunk-tokens=1"])  # a prompt takes seconds
     killed = asyncio.Event()
     asked = asyncio.create_task(outcome(mesh, killed, [7 + i % 300 for i in range(1300)]))

@@ -60,6 +60,7 @@ async def test_a_second_ask_is_cached_where_decode_prefills_by_itself(aggregated
 async def test_the_next_turn_of_a_conversation_moves_neither_prompt_nor_answer(
     mesh: Mesh, aggregated_mesh: Mesh
 ) -> None:
+    """F7."""
     for one in (mesh, aggregated_mesh):
         prompt = prompt_of(90, seed=3)
         first = await ask(one, request(prompt, max_tokens=40, ignore_eos=True))

@@ -108,6 +108,7 @@ async def test_a_worker_that_stops_beating_expires(
 async def test_a_new_incarnation_at_the_same_address_replaces_the_old_one_which_stays_away(
     store: Store, view: MembershipView, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """L2."""
     monkeypatch.setattr(membership, "HEARTBEAT_S", 0.02)
     old, new = worker(incarnation="a" * 16), worker(incarnation="b" * 16)
     beats = 0

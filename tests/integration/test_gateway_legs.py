@@ -357,6 +357,7 @@ async def test_a_worker_that_dies_ends_the_leg_at_once(world: Scene) -> None:
 
 
 async def test_cancel_while_decoding_ends_both_legs_and_tells_the_scheduler(world: Scene) -> None:
+    """K1 (decoding)."""
     world.prefill.prefills, world.decode.decodes = [endless_prefill], [endless_decode(tokens(0, HELLO[:1]))]
     call = world.stub.Generate(ask(), timeout=20)
     await call.read()
@@ -367,6 +368,7 @@ async def test_cancel_while_decoding_ends_both_legs_and_tells_the_scheduler(worl
 
 
 async def test_cancel_while_queued_leaves_the_line(world: Scene) -> None:
+    """K1 (queued)."""
     world.scheduler.hold = asyncio.Event()
     call = world.stub.Generate(ask(), timeout=20)
     reading = asyncio.ensure_future(call.read())

@@ -120,6 +120,7 @@ async def test_bytes_cross_processes_unchanged_and_are_counted(transport, checks
 
 @pytest.mark.parametrize("computed", [0, 300])
 async def test_a_killed_sender_is_a_lost_peer_within_two_seconds_and_others_are_served(transport, computed):
+    """L1, in mid-transfer."""
     arena = Arena(LAYOUT, 64)
     receiver = Receiver(transport, arena)
     async with sending_process(1024, computed) as peer:

@@ -257,6 +257,7 @@ def test_a_request_larger_than_the_pool_is_refused_and_the_others_live_on() -> N
 
 
 def test_cancel_while_receiving_keeps_the_blocks_until_drained() -> None:
+    """K1 (sending), K2."""
     c, model = core(), Model()
     c.apply(request("a", 9, local=False), 0.0)
     model.step(c)
@@ -268,6 +269,7 @@ def test_cancel_while_receiving_keeps_the_blocks_until_drained() -> None:
 
 
 def test_a_hand_off_that_arrives_after_the_cancel_frees_everything() -> None:
+    """K1 (received)."""
     c, model = core(), Model()
     c.apply(request("a", 9, local=False), 0.0)
     model.step(c)
@@ -277,6 +279,51 @@ def test_a_hand_off_that_arrives_after_the_cancel_frees_everything() -> None:
     c.apply(Drained("a"), 0.0)
     assert c.load().blocks.free == 64
     assert c.take_events() == []
+
+
+@pytest.mark.parametrize("end", [Cancel("a"), TransferFailed("a", HandOffLost("gone"))], ids=["abort", "loss"])
+def test_in_a_full_pool_the_next_one_gets_no_block_that_late_bytes_may_still_hit(end: Cancel | TransferFailed) -> None:
+    """K2: A ends in mid-transfer, and the only blocks there are for B are A's."""
+    c, model = core(blocks=4), Model()
+    reserved = handed_over(c, request("a", 9, local=False))
+    assert len(reserved.blocks) == 3 and c.load().blocks.free == 0
+    submit = request("b", ids=range(50, 59), local=False)
+    c.apply(submit, 0.0)
+    c.apply(end, 0.0)
+    for _ in range(3):
+        assert model.step(c) == []
+    assert not [event for event in c.take_events() if isinstance(event, Reserved)], "A's writer has not let go"
+    for block in reserved.blocks:  # the late bytes
+        model.slots |= {(block, offset): -1 for offset in range(BLOCK)}
+    c.apply(Drained("a"), 0.0)
+    model.step(c)
+    (again,) = c.take_events()
+    assert isinstance(again, Reserved) and again.key == "b" and again.skip_tokens == 0
+    first = model.receive(c, again, submit.token_ids)
+    c.apply(Received(key="b", first_token_id=first, finish=None), 1.0)
+    assert answers(run(c, model)) == {"b": expected(submit)}
+    assert c.load().blocks.free == 4
+
+
+@pytest.mark.parametrize("tokens", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK])
+def test_answers_that_follow_a_hand_off_share_its_full_blocks_and_compute_the_rest(tokens: int) -> None:
+    """F6: one of four is handed over, three are local; they hold the prompt's full blocks once."""
+    c, model = core(chunk_tokens=100), Model()
+    submits = [request(f"r-{i}", tokens, local=i > 0, max_new_tokens=6) for i in range(4)]
+    reserved = handed_over(c, submits[0])
+    first = model.receive(c, reserved, submits[0].token_ids)
+    c.apply(Received(key="r-0", first_token_id=first, finish=None), 1.0)
+    for follower in submits[1:]:
+        c.apply(follower, 1.0)
+    shared = (tokens - 1) // BLOCK
+    computed = {key: (start, count) for key, start, count in model.step(c)}
+    assert [computed[f"r-{i}"] for i in (1, 2, 3)] == [(shared * BLOCK, tokens - shared * BLOCK)] * 3
+    held = c.load().blocks.held
+    assert held == len({block for owner in c.pool.owners() for block in c.pool.blocks(owner)})
+    assert held == sum(len(c.pool.blocks(owner)) for owner in c.pool.owners()) - 3 * shared
+    streams = answers([*c.take_events(), *run(c, model)])
+    assert streams == {submit.key: expected(submit) for submit in submits}
+    assert c.load().blocks.free == 64
 
 
 def test_a_lost_hand_off_fails_the_request_and_frees_after_the_drain() -> None:
@@ -305,6 +352,7 @@ def test_a_hand_off_given_up_while_waiting_for_blocks_fails_at_once() -> None:
 
 
 def test_cancel_frees_within_a_step_in_every_other_stage() -> None:
+    """K1 (queued, prefilling, decoding)."""
     c, model = core(blocks=4, chunk_tokens=2), Model()
     c.apply(request("running", 2, max_new_tokens=9), 0.0)
     model.step(c)
@@ -453,6 +501,7 @@ def test_a_conversation_goes_on_from_the_blocks_of_its_last_turn() -> None:
 
 
 def test_a_hand_off_skips_what_is_known_here_and_shares_its_blocks() -> None:
+    """F7."""
     c, model = core(), Model()
     local(c, model, request("a", 9))
     again = request("b", 14, local=False)

@@ -125,6 +125,7 @@ def test_the_first_token_is_judged_like_any_other() -> None:
 
 
 def test_cancel_while_waiting_forgets_it_at_once() -> None:
+    """K1 (queued)."""
     c = core(blocks=2)
     c.apply(prompt("a", 8), 0.0)
     c.apply(prompt("b", 8), 0.0)
@@ -136,6 +137,7 @@ def test_cancel_while_waiting_forgets_it_at_once() -> None:
 
 
 def test_cancel_while_computing_keeps_the_blocks_until_the_transfer_lets_go() -> None:
+    """K1 (prefilling)."""
     c = core(chunk_tokens=4)
     c.apply(prompt("a", 8), 0.0)
     step(c)
@@ -150,6 +152,7 @@ def test_cancel_while_computing_keeps_the_blocks_until_the_transfer_lets_go() ->
 
 
 def test_a_cancel_after_the_first_token_leaves_the_hand_off_alone() -> None:
+    """K1 (sending)."""
     c = core()
     c.apply(prompt("a", 4), 0.0)
     step(c)
