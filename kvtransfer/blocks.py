@@ -44,8 +44,8 @@ class BlockCounts:
     """Counts of blocks; free + held + leased + swapped == total. Draining blocks are counted as held.
 
     A block of several owners counts once: as leased when all of them lease it, else as held. `cached` of the free ones
-    hold a known content, which is lost when they are allocated. `swapped` are those in host memory, which `total` counts
-    beside all of the pool's: a pool by itself has none, total − swapped is its size.
+    hold a known content, which is lost when they are allocated. `swapped` are those in host memory, which `total`
+    counts beside all of the pool's: a pool by itself has none, total − swapped is its size.
     """
 
     total: int

@@ -56,8 +56,8 @@ class _Cpu:
 
 
 class _Cuda:
-    """CuPy behind the same calls. Allocations live on one device; copies run on that device's current stream, those from
-    and to the host on one of their own, beside the kernels.
+    """CuPy behind the same calls. Allocations live on one device; copies run on that device's current stream, those
+    from and to the host on one of their own, beside the kernels.
     """
 
     def __init__(self, number: int) -> None:

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from services.decode.memory import Memory
 from services.decode.messages import (
@@ -52,6 +53,7 @@ from services.engine.sequence import FinishReason, blocks_needed, finish_reason
 from services.errors import DiptychError, NotAdmitted
 from services.latency import Latency
 from services.schedule.policy import Policy
+from services.worker.turns import described, mode_of
 from services.worker.work import Computed, Load, Work
 
 
@@ -98,7 +100,7 @@ class DecodeCore:
         self.memory.swapper.prefill = self.latency().prefill
         if not self._requests or self.memory.waits:
             return []
-        work = self._work_of(self._step(self._order.choose(self.max_batch, now_s), now_s))
+        work = self._work_of(self._step(now_s))
         if work:
             self._order.begin([self._requests[item.key] for item in work], now_s)
         return work
@@ -145,8 +147,8 @@ class DecodeCore:
             waiting=count(Stage.WAITING, Stage.RECEIVING) + swapped,
             swapped=swapped,
             levels=tuple(self.policy.levels()),
-            schedule=self._order.schedule,
-            host_blocks=self.memory.host.counts().total if self._order.preempts else 0,
+            schedule=described(self.policy),
+            host_blocks=self.memory.host.counts().total if mode_of(self.policy) != "fcfs" else 0,
         )
 
     def check(self) -> None:
@@ -200,14 +202,19 @@ class DecodeCore:
             self._order.finish(request, completed=False)
         self.memory.lost(request)
 
-    def _step(self, chosen: Sequence[str], now_s: float) -> list[Request]:
-        """The requests of the next step, in order."""
-        plan = self.memory.plan(chosen, self.policy, self.max_batch, self._order.step_s(chosen), now_s)
+    def _step(self, now_s: float) -> list[Request]:
+        """The requests of the next step, in order. As many are chosen as a step may have and as have room together."""
+        batch, others = self.max_batch, []
+        chosen = self._order.choose(batch, now_s)
+        if (fitting := self.memory.fitting(chosen)) < len(chosen):
+            batch, others = fitting, chosen[fitting:]
+            chosen = self._order.choose(batch, now_s)
+        plan = self.memory.plan(chosen, self.policy, batch, self._order.step_s(chosen), now_s)
         step = self._within_budget(self.memory.carry_out(plan, now_s))
         if self.memory.waits:
             return []
-        if len(step) < self.max_batch == len(chosen):
-            step = self._filled(step, now_s)
+        if others or len(step) < self.max_batch == len(chosen):
+            step = self._filled(step, others, now_s)
         if step or not self._order.stuck():
             self._admit_ahead(chosen, now_s)
             return step
@@ -223,14 +230,15 @@ class DecodeCore:
                 budget -= request.sequence.pending
         return within
 
-    def _filled(self, step: Sequence[Request], now_s: float) -> list[Request]:
-        """Gives the places of those that were chosen and do not step to others that can."""
+    def _filled(self, step: Sequence[Request], others: Sequence[str], now_s: float) -> list[Request]:
+        """Gives the places of those that were chosen and do not step to others that are here and can."""
         filled, taken = list(step), {request.key for request in step}
-        for key in self._order.next_ones(2 * self.max_batch, self.max_batch, now_s):
+        for key in chain(others, self._order.next_ones(2 * self.max_batch, self.max_batch, now_s)):
             request = self._requests[key]
             if len(filled) == self.max_batch:
                 break
             if key not in taken and request.stage in RESIDENT and self.memory.ready(request, self.max_batch, now_s):
+                taken.add(key)
                 filled = self._within_budget([*filled, request])
         return filled
 

@@ -53,6 +53,20 @@ class Memory:
         """Of all copies under way."""
         return sum(len(copy.blocks) for copy in self._copies.values()) * self.swapper.block_bytes
 
+    def fitting(self, ordered: Sequence[str]) -> int:
+        """How many of the first ones have room together, if they share nothing: at least one."""
+        left = self.total
+        for stage in (Stage.RECEIVING, Stage.DRAINING):
+            left -= sum([len(request.sequence.blocks) for request in self.requests.within(stage).values()])
+        for place, key in enumerate(ordered):
+            request = self.requests[key]
+            own = request.stage in RESIDENT
+            tokens = len(request.sequence.token_ids) + (0 if own else request.room_tokens)
+            left -= max(blocks_needed(tokens, self.block_tokens), len(request.sequence.blocks) if own else 0)
+            if left < 0:
+                return max(1, place)
+        return len(ordered)
+
     def plan(self, chosen: Sequence[str], policy: Policy, batch: int, step_s: float, now_s: float) -> Plan:
         """Who of the chosen can run, and who has to leave or come back before."""
         away = self.requests.within(Stage.SWAPPED)
@@ -73,14 +87,22 @@ class Memory:
         return self.swapper.plan(view)
 
     def carry_out(self, plan: Plan, now_s: float) -> list[Request]:
-        """Does what the plan says; returns those of `plan.run` that have all blocks for their next step."""
+        """Does what the plan says; returns those of `plan.run` that have all blocks for their next step.
+
+        They get theirs before somebody comes back ahead of need, who takes room to grow with it where there is some.
+        """
         for key in plan.drop:
             self.drop(self.requests[key], now_s)
         for key in plan.out:
             self._send_out(self.requests[key], now_s)
-        for key in plan.back:
-            self.bring_back(self.requests[key], now_s)
-        return [one for key in plan.run if self.ready(one := self.requests[key], len(plan.run), now_s)]
+        step = []
+        for key in dict.fromkeys((*plan.run, *plan.back)):
+            request = self.requests[key]
+            if request.stage is Stage.SWAPPED:
+                self.bring_back(request, now_s)
+            elif self.ready(request, len(plan.run), now_s):
+                step.append(request)
+        return step
 
     def ready(self, request: Request, running: int, now_s: float) -> bool:
         """Gives it the blocks that it lacks for its next step, if they are free: with `running` others, each some room

@@ -1,7 +1,7 @@
 """Whose turn it is: the policy, told of all that it must know, and what its turns did to the requests.
 
 A row of a step is charged the step's time, a chunk what it would take by itself: rows beside a long prompt have not
-used so much time. Until a worker has learned how long prompts take, GUESSED_TOKEN_S stands in for it.
+used so much time.
 """
 
 from __future__ import annotations
@@ -12,19 +12,15 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from services.decode.requests import MOVING, Request, Requests, Stage
-from services.engine.plan import Slice
 from services.latency import Latency
-from services.schedule.auto import Auto
 from services.schedule.policy import Change, Job, Policy
+from services.worker.turns import chunk_s, prompt_s
 from services.worker.work import Work
 
 log = logging.getLogger(__name__)
 
-GUESSED_TOKEN_S: Final = 1e-3
-"""Of a prompt, before there is a fit. Rather too long: a prompt that joins too low is promoted, one that joins too high
-holds others up.
-"""
 GUESSED_STEP_S: Final = 0.03
+"""Before the first step was measured."""
 
 
 @dataclass(kw_only=True)
@@ -99,22 +95,8 @@ class Order:
         for item in work:
             self.requests[item.key].ran_s = now_s
             if (tokens := len(item.slice.token_ids)) > 1:
-                self.policy.ran([item.key], self._chunk_s(item.slice, seconds), now_s, tokens=tokens)
+                self.policy.ran([item.key], chunk_s(self.latency().prefill, item.slice, seconds), now_s, tokens=tokens)
         self._note_changes()
-
-    @property
-    def preempts(self) -> bool:
-        """Who came later may go first."""
-        return self._mode != "fcfs"
-
-    @property
-    def schedule(self) -> str:
-        """The policy by name, and what it is now if it changes."""
-        return self.policy.name if self._mode == self.policy.name else f"{self.policy.name} ({self._mode})"
-
-    @property
-    def _mode(self) -> str:
-        return self.policy.mode if isinstance(self.policy, Auto) else self.policy.name
 
     def stuck(self) -> bool:
         """Nothing that is under way would ever let anybody run again."""
@@ -123,15 +105,8 @@ class Order:
     def _first_step_s(self, request: Request) -> float:
         tokens, latency = len(request.submit.token_ids), self.latency()
         if request.local:
-            fit = latency.prefill
-            return tokens * GUESSED_TOKEN_S if fit is None else fit.prompt_s(tokens)
+            return prompt_s(latency.prefill, tokens)
         return 0.0 if latency.step is None else latency.step.step_s(context_tokens=tokens + 1, batch=1)
-
-    def _chunk_s(self, piece: Slice, seconds: float) -> float:
-        if (fit := self.latency().prefill) is None:
-            return seconds
-        tokens = len(piece.token_ids)
-        return min(seconds, fit.step_s(tokens=tokens, squares=tokens * (2 * piece.start + tokens)))
 
     def _note_changes(self) -> None:
         for change in self.policy.take_changes():

@@ -17,7 +17,7 @@ from services.decode.service import DecodeService
 from services.decode.servicer import DecodeServicer
 from services.schedule.budget import Bandwidth, Reserve
 from services.schedule.catalog import policy_named
-from services.schedule.swap import Swapper, SwapMode
+from services.schedule.swap import SwapMode, Swapper
 from services.worker.process import Part, Parts, serve
 
 FIRST_BYTES_PER_S = 2e9

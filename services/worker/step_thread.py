@@ -1,6 +1,7 @@
 """The step thread: the one thread that owns a worker's core, model and block tables.
 
-asyncio submits commands and gets events back, one wake-up per step, and one before it when there is news already. The thread sleeps while there is nothing to run.
+asyncio submits commands and gets events back, one wake-up per step, and one before it when there is news already. The
+thread sleeps while there is nothing to run.
 On a CPU it is pinned to its own cores, and a prefill thread runs at a lower priority.
 """
 

@@ -15,14 +15,24 @@ from services.engine.sampling_spec import History, SamplingSpec, TokenLogprobs
 from services.errors import Cancelled, HandOffLost, NotAdmitted
 from services.prefill.core import PrefillCore
 from services.prefill.messages import Admitted, Cancel, Event, Failed, FirstToken, Progress, Released, Submit
+from services.schedule.fcfs import fcfs
+from services.schedule.policy import Policy
 from services.worker.work import Computed
 
 BLOCK = 4
 
 
-def core(blocks: int = 8, chunk_tokens: int = 6, max_batch: int = 4, *, prefix_cache: bool = True) -> PrefillCore:
+def core(
+    blocks: int = 8,
+    chunk_tokens: int = 6,
+    max_batch: int = 4,
+    *,
+    prefix_cache: bool = True,
+    policy: Policy | None = None,
+) -> PrefillCore:
     pool = BlockPool(blocks)
     return PrefillCore(
+        policy=policy or fcfs(),
         pool=pool,
         prefix=PrefixCache(pool, block_tokens=BLOCK, fingerprint="f", enabled=prefix_cache),
         block_tokens=BLOCK,
