@@ -16,12 +16,13 @@ Life of a request here
     ENDING      cancelled while LEAVING or RETURNING: the copy goes on, so the blocks, here and on the host, stay until
                 its `Copied`.
 
-    Between two steps, and only there, the policy says whose turn it is (`order`), and the swapper who has to give way
-    for it (`memory`): swapped out, or, where that costs more, back to WAITING with everything it has as tokens to
+    Between two steps, and only there, the policy says whose turn it is (`order`, `batch`), and the swapper who has to
+    give way for it (`memory`): swapped out, or, where that costs more, back to WAITING with everything it has as tokens to
     compute again. It never waits for KV that was consumed: the hand-off is used once. `Received` carries the first
     token; if that ended the request, nothing is decoded.
-    One request always fits into the pool. When nobody can run and nothing is under way that would change it, all others
-    give way to the first in order, so every step with runnable work yields a token.
+    Who has begun to use its memory keeps it until it has got a token for it, so that giving way and coming back do not
+    alternate for ever. One request always fits into the pool; when nobody can run and nothing is under way that would
+    change it, all others give way to the first in order. So every step with runnable work brings somebody on.
     Cancel, in any stage, frees within a step, or with the end of the copy that is under way. Deadlines and the loss of
     the peer reach this core as `Cancel` or `TransferFailed`.
 """
@@ -30,8 +31,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 
+from services.decode.batch import Batch
 from services.decode.memory import Memory
 from services.decode.messages import (
     Began,
@@ -77,6 +78,9 @@ class DecodeCore:
         self._requests = self.memory.requests
         self._events = self.memory.events
         self._order = Order(policy=self.policy, requests=self._requests, latency=self.latency)
+        self._batch = Batch(
+            memory=self.memory, order=self._order, chunk_tokens=self.chunk_tokens, max_batch=self.max_batch
+        )
 
     def apply(self, command: Command, now_s: float) -> None:
         """See StepCore."""
@@ -100,7 +104,7 @@ class DecodeCore:
         self.memory.swapper.prefill = self.latency().prefill
         if not self._requests or self.memory.waits:
             return []
-        work = self._work_of(self._step(now_s))
+        work = self._work_of(self._batch.next(now_s))
         if work:
             self._order.begin([self._requests[item.key] for item in work], now_s)
         return work
@@ -117,6 +121,7 @@ class DecodeCore:
                 request.chunks += 1
             request.prompt_logprobs += result.prompt_logprobs
             if result.token_id is None:
+                self._requests.pin(request)
                 self._requests.recount(request)
                 continue
             request.ready_s = request.ready_s or now_s
@@ -202,71 +207,6 @@ class DecodeCore:
             self._order.finish(request, completed=False)
         self.memory.lost(request)
 
-    def _step(self, now_s: float) -> list[Request]:
-        """The requests of the next step, in order. As many are chosen as a step may have and as have room together."""
-        batch, others = self.max_batch, []
-        chosen = self._order.choose(batch, now_s)
-        if (fitting := self.memory.fitting(chosen)) < len(chosen):
-            batch, others = fitting, chosen[fitting:]
-            chosen = self._order.choose(batch, now_s)
-        plan = self.memory.plan(chosen, self.policy, batch, self._order.step_s(chosen), now_s)
-        step = self._within_budget(self.memory.carry_out(plan, now_s))
-        if self.memory.waits:
-            return []
-        if others or len(step) < self.max_batch == len(chosen):
-            step = self._filled(step, others, now_s)
-        if step or not self._order.stuck():
-            self._admit_ahead(chosen, now_s)
-            return step
-        return self._clear_the_way(chosen[0], now_s)
-
-    def _within_budget(self, step: Sequence[Request]) -> list[Request]:
-        """Those that compute something: not the prompts that chunks before theirs leave no token for."""
-        budget, within = self.chunk_tokens, []
-        for request in step:
-            if request.stage is Stage.RUNNING or budget > 0:
-                within.append(request)
-            if request.stage is Stage.COMPUTING:
-                budget -= request.sequence.pending
-        return within
-
-    def _filled(self, step: Sequence[Request], others: Sequence[str], now_s: float) -> list[Request]:
-        """Gives the places of those that were chosen and do not step to others that are here and can."""
-        filled, taken = list(step), {request.key for request in step}
-        for key in chain(others, self._order.next_ones(2 * self.max_batch, self.max_batch, now_s)):
-            request = self._requests[key]
-            if len(filled) == self.max_batch:
-                break
-            if key not in taken and request.stage in RESIDENT and self.memory.ready(request, self.max_batch, now_s):
-                taken.add(key)
-                filled = self._within_budget([*filled, request])
-        return filled
-
-    def _admit_ahead(self, chosen: Sequence[str], now_s: float) -> None:
-        """Gives what is free to those that wait, oldest first, while nobody whose turn it is lacks room: hand-offs need
-        not wait for theirs, and prefill is rid of them.
-        """
-        requests = self._requests
-        if requests.count(Stage.SWAPPED) or any(requests[key].stage is Stage.WAITING for key in chosen):
-            return
-        while request := next(iter(requests.within(Stage.WAITING).values()), None):
-            if not self.memory.admit(request, now_s):
-                return
-
-    def _clear_the_way(self, first: str, now_s: float) -> list[Request]:
-        """Nobody can run, and nothing is under way that would change it: others are dropped until the first one can."""
-        request = self._requests[first]
-        others = [key for stage in RESIDENT for key in self._requests.within(stage) if key != first]
-        while True:
-            if request.stage is Stage.SWAPPED:
-                if self.memory.bring_back(request, now_s):
-                    return []
-            elif self.memory.ready(request, 1, now_s):
-                return [request]
-            if request.stage is Stage.RECEIVING:
-                return []
-            self.memory.drop(self._requests[others.pop()], now_s)
-
     def _work_of(self, step: Sequence[Request]) -> list[Work]:
         """One token of each that decodes, then chunks within the budget."""
         work = [self._work(request, 1) for request in step if request.stage is Stage.RUNNING]
@@ -305,6 +245,7 @@ class DecodeCore:
         submit, token = request.submit, result.token_id
         assert token is not None, "only sampled tokens are added"
         request.sequence.append(token)
+        self._requests.unpin(request)
         self._requests.recount(request)
         if request.generated == 0:
             self._begin(request)

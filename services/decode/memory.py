@@ -56,6 +56,8 @@ class Memory:
     def fitting(self, ordered: Sequence[str]) -> int:
         """How many of the first ones have room together, if they share nothing: at least one."""
         left = self.total
+        ours = set(ordered)
+        left -= sum([len(one.sequence.blocks) for key, one in self.requests.pinned.items() if key not in ours])
         for stage in (Stage.RECEIVING, Stage.DRAINING):
             left -= sum([len(request.sequence.blocks) for request in self.requests.within(stage).values()])
         for place, key in enumerate(ordered):
@@ -109,7 +111,7 @@ class Memory:
         to grow where there is enough for all, as neighbours; single blocks would scatter. Says whether it can step.
         """
         if request.stage is Stage.WAITING:
-            return self.admit(request, now_s) and request.stage is Stage.COMPUTING
+            return self.admit(request, now_s) and request.local
         if request.stage not in RESIDENT:
             return False
         sequence = request.sequence
@@ -196,6 +198,7 @@ class Memory:
             self.register(request)
             decodes = request.generated and request.sequence.pending == 1
             self.requests.move(request, Stage.RUNNING if decodes else Stage.COMPUTING)
+            self.requests.pin(request)
 
     def lost(self, request: Request) -> None:
         """Its copy has ended badly."""
@@ -267,10 +270,14 @@ class Memory:
 
 
 class _Resident(Mapping[str, int]):
-    """Blocks that come free when a resident request leaves, counted when somebody asks: what others share stays."""
+    """Blocks that come free when a resident request leaves, counted when somebody asks: what others share stays.
+
+    Its keys are those that may leave; those that are pinned are here, too.
+    """
 
     def __init__(self, requests: Requests, pool: BlockPool) -> None:
         self._stages = [requests.within(stage) for stage in RESIDENT]
+        self._pinned = requests.pinned
         self._exclusive: Callable[[str], int] = pool.exclusive
 
     def __getitem__(self, key: str) -> int:
@@ -283,7 +290,7 @@ class _Resident(Mapping[str, int]):
 
     def __iter__(self) -> Iterator[str]:
         for stage in self._stages:
-            yield from stage
+            yield from (key for key in stage if key not in self._pinned)
 
     def __len__(self) -> int:
-        return sum(map(len, self._stages))
+        return sum(map(len, self._stages)) - len(self._pinned)

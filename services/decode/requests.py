@@ -124,6 +124,8 @@ class Requests:
     def __init__(self) -> None:
         self._by_key: dict[str, Request] = {}
         self._by_stage: dict[Stage, dict[str, Request]] = {stage: {} for stage in Stage}
+        self.pinned: dict[str, Request] = {}
+        """Those that have begun to use their memory, and have got no token for it yet."""
         self.queued_tokens = 0
         """Tokens of local requests whose KV is still to be computed, but for the newest of one that decodes."""
 
@@ -167,10 +169,21 @@ class Requests:
         request.life.advance(stage)
         del self._by_stage[before][request.key]
         self._by_stage[stage][request.key] = request
+        if stage not in RESIDENT:
+            self.unpin(request)
         self.recount(request)
+
+    def pin(self, request: Request) -> None:
+        """It keeps its memory until it has got a token for it."""
+        self.pinned[request.key] = request
+
+    def unpin(self, request: Request) -> None:
+        """It may give way again."""
+        self.pinned.pop(request.key, None)
 
     def remove(self, request: Request) -> None:
         """It is over."""
+        self.unpin(request)
         del self._by_key[request.key]
         del self._by_stage[request.stage][request.key]
         self.queued_tokens -= request.queued_tokens
