@@ -16,13 +16,14 @@ Life of a request here
     ENDING      cancelled while LEAVING or RETURNING: the copy goes on, so the blocks, here and on the host, stay until
                 its `Copied`.
 
-    Between two steps, and only there, the policy says whose turn it is (`order`, `batch`), and the swapper who has to
-    give way for it (`memory`): swapped out, or, where that costs more, back to WAITING with everything it has as tokens to
-    compute again. It never waits for KV that was consumed: the hand-off is used once. `Received` carries the first
-    token; if that ended the request, nothing is decoded.
-    Who has begun to use its memory keeps it until it has got a token for it, so that giving way and coming back do not
-    alternate for ever. One request always fits into the pool; when nobody can run and nothing is under way that would
-    change it, all others give way to the first in order. So every step with runnable work brings somebody on.
+    Between two steps, and only there, the policy says whose turn it is (`order`, `batch`), and the swapper who has
+    to give way for it (`memory`): swapped out, or, where that costs more, back to WAITING with everything it has as
+    tokens to compute again. It never waits for KV that was consumed: the hand-off is used once. `Received` carries the
+    first token; if that ended the request, nothing is decoded.
+    Who had to give way once keeps the memory that it begins to use again until it has got a token for it, so that
+    giving way and coming back do not alternate for ever. One request always fits into the pool; when nobody can run and
+    nothing is under way that would change it, all others give way to the first in order. So every step with runnable
+    work brings somebody on.
     Cancel, in any stage, frees within a step, or with the end of the copy that is under way. Deadlines and the loss of
     the peer reach this core as `Cancel` or `TransferFailed`.
 """

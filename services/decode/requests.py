@@ -125,7 +125,7 @@ class Requests:
         self._by_key: dict[str, Request] = {}
         self._by_stage: dict[Stage, dict[str, Request]] = {stage: {} for stage in Stage}
         self.pinned: dict[str, Request] = {}
-        """Those that have begun to use their memory, and have got no token for it yet."""
+        """Those that had to give way, have begun to use their memory again, and have got no token for it yet."""
         self.queued_tokens = 0
         """Tokens of local requests whose KV is still to be computed, but for the newest of one that decodes."""
 
@@ -174,8 +174,9 @@ class Requests:
         self.recount(request)
 
     def pin(self, request: Request) -> None:
-        """It keeps its memory until it has got a token for it."""
-        self.pinned[request.key] = request
+        """It keeps its memory until it has got a token for it, if it had to give way before."""
+        if request.recomputed or request.swapped_bytes:
+            self.pinned[request.key] = request
 
     def unpin(self, request: Request) -> None:
         """It may give way again."""
