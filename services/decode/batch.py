@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 from services.decode.memory import Memory
 from services.decode.order import Order
@@ -51,15 +50,20 @@ class Batch:
     def _filled(self, step: Sequence[Request], others: Sequence[str], now_s: float) -> list[Request]:
         """Gives the places of those that were chosen and do not step to others that are here and can."""
         filled, taken = list(step), {request.key for request in step}
-        later = self.order.next_ones(2 * self.max_batch, self.max_batch, now_s)
-        for key in list(chain(others, later, self.memory.requests.pinned)):
-            request = self.memory.requests[key]
+        for key in self._later(others, now_s):
             if len(filled) == self.max_batch:
                 break
+            request = self.memory.requests[key]
             if key not in taken and request.stage in RESIDENT and self.memory.ready(request, self.max_batch, now_s):
                 taken.add(key)
                 filled = self._within_budget([*filled, request])
         return filled
+
+    def _later(self, others: Sequence[str], now_s: float) -> Iterator[str]:
+        """Whose turn comes next; those that are pinned at last, so that they get their token."""
+        yield from others
+        yield from self.order.next_ones(2 * self.max_batch, self.max_batch, now_s)
+        yield from tuple(self.memory.requests.pinned)
 
     def _admit_ahead(self, chosen: Sequence[str], now_s: float) -> None:
         """Gives what is free to those that wait, oldest first, while nobody whose turn it is lacks room: hand-offs need

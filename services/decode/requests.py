@@ -63,6 +63,7 @@ class Request:
     submitted_s: float
     local: bool  # how its KV comes about next: a hand-off is used once, afterwards it is always local
     life: Life[Stage]
+    stage: Stage = Stage.WAITING  # its life's state, to look at
     generated: int = 0
     admitted_s: float = 0.0
     ready_s: float = 0.0
@@ -84,11 +85,6 @@ class Request:
     def key(self) -> str:
         """Its key."""
         return self.submit.key
-
-    @property
-    def stage(self) -> Stage:
-        """Where it is."""
-        return self.life.state
 
     @property
     def room_tokens(self) -> int:
@@ -142,8 +138,8 @@ class Requests:
         """None when it is over, or was never here."""
         return self._by_key.get(key)
 
-    def within(self, stage: Stage) -> Mapping[str, Request]:
-        """Those in a stage."""
+    def within(self, stage: Stage) -> dict[str, Request]:
+        """Those in a stage, to look at."""
         return self._by_stage[stage]
 
     def count(self, *stages: Stage) -> int:
@@ -167,6 +163,7 @@ class Requests:
         """Advances its life."""
         before = request.stage
         request.life.advance(stage)
+        request.stage = stage
         del self._by_stage[before][request.key]
         self._by_stage[stage][request.key] = request
         if stage not in RESIDENT:
