@@ -23,7 +23,7 @@ from services.schedule.swap import Plan, SwapMode, Swapper, View
 
 SIGHT: Final = 32
 """Requests after those of the next step that are looked at for coming back ahead of need."""
-MOST_VICTIMS: Final = 256
+MOST_VICTIMS: Final = 96
 """Requests of a stage that one step looks at as victims: it costs the same however many are here."""
 
 
