@@ -17,7 +17,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --progre
 # One thread for each process: the tests start many. What starts whole meshes runs one test at a time.
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false UCX_WARN_UNUSED_ENV_VARS=n
 
-.PHONY: help setup demo test gpu unit check lint protos clean
+.PHONY: help setup demo test faults gpu soak unit check lint protos clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
@@ -44,6 +44,13 @@ test: setup ## the whole test suite
 gpu: setup ## on a machine with a CUDA GPU: checks and times everything that needs one (pip install -e '.[gpu]' first)
 	$(BIN)/pytest -q tests/gpu
 	$(BIN)/python -m loadtest engine --device cuda:0
+
+faults: setup ## kills, stops, cuts and silence at every phase of a KV transfer: the whole table, minutes
+	$(TEST_ENV) $(BIN)/python -m loadtest faults
+
+soak: setup ## 30,000 KV transfers between two processes, what they hold must stay flat; a million scheduled requests
+	$(TEST_ENV) $(BIN)/pytest -q -m soak tests/unit
+	$(BIN)/python -m loadtest soak
 
 unit: setup ## unit and architecture tests
 	$(TEST_ENV) $(BIN)/pytest -q -n 2 tests/unit tests/architecture

@@ -1,4 +1,6 @@
-"""Host memory in huge pages, as far as the system has them: a third faster to read, and fewer misses when scattered."""
+"""Host memory in pages of its own: huge ones, as far as the system has them, are a third faster to read, and miss less
+when scattered.
+"""
 
 from __future__ import annotations
 
@@ -22,3 +24,9 @@ def zeros(count: int) -> npt.NDArray[np.uint8]:
     whole = np.frombuffer(memory, np.uint8)
     begin = -whole.ctypes.data % HUGE_PAGE_BYTES
     return whole[begin : begin + count]
+
+
+def page_aligned(count: int) -> npt.NDArray[np.uint8]:
+    """`count` bytes that begin at a page of the usual size, for what would not fill a huge one."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    return np.frombuffer(mmap.mmap(-1, max(1, count), flags=flags), np.uint8)[:count]

@@ -21,6 +21,7 @@ from kvtransfer.copying import checksum
 from kvtransfer.device import Buffer
 from kvtransfer.equipment import Equipment
 from kvtransfer.errors import (
+    LayoutMismatch,
     PeerLost,
     ProtocolViolation,
     TransferAborted,
@@ -28,7 +29,7 @@ from kvtransfer.errors import (
     TransferExpired,
     TruncatedPiece,
 )
-from kvtransfer.layout import require_compatible
+from kvtransfer.layout import Area, overlap
 from kvtransfer.lease import Lease
 from kvtransfer.manifest import Manifest, Piece, plan, require_same_manifest
 from kvtransfer.messages import Accepted, Acknowledge, Control, Finished, Open, Posted, Sent
@@ -41,6 +42,9 @@ log = logging.getLogger(__name__)
 
 WINDOW: Final = 4
 """Pieces of one transfer with a posted receive at a time."""
+
+_REFILL: Final = 2
+"""The window is filled up when so many are left in it, which the sender may have in flight: one word says two posts."""
 
 _CLOSING_S: Final = 2.0
 
@@ -62,6 +66,7 @@ class Incoming:
         opening: Open,
         block_ids: tuple[int, ...],
         tokens: int,
+        area: Area,
         equipment: Equipment,
         lease: Lease,
     ) -> None:
@@ -69,6 +74,7 @@ class Incoming:
         self._opening = opening
         self._block_ids = block_ids
         self._tokens = tokens
+        self._area = area
         self._equipment = equipment
         self._lease = lease
         self._changed = asyncio.Event()
@@ -85,7 +91,7 @@ class Incoming:
         self._placed = 0
         self._started_s = equipment.clock()
         self._life = Life(f"pull {opening.transfer_id}", ReceiveState.OPENING, RECEIVE_TRANSITIONS)
-        self._reader = asyncio.ensure_future(self._read())
+        self._reader: asyncio.Task[None] | None = asyncio.ensure_future(self._read())
 
     def give_up(self, error: TransferError) -> None:
         """Ends the pull with `error`, unless it is ending already. No scatter starts after this."""
@@ -109,7 +115,7 @@ class Incoming:
             self.give_up(error if isinstance(error, TransferError) else TransferAborted("the receiver failed"))
             self._life.advance(ReceiveState.DRAINING)
             await self._control.close()
-            if self._voided:  # the sender has announced that it gives up; its stream ends with the reason
+            if self._voided and self._reader:  # the sender has announced that it gives up; its stream ends with why
                 await asyncio.wait([self._reader], timeout=_CLOSING_S)
             if self._stream_error and isinstance(error, TransferError):
                 raise self._stream_error from None
@@ -133,8 +139,10 @@ class Incoming:
             for post in self._posts:
                 if not post.operation.resolved:
                     post.buffer.quarantine()
-        self._reader.cancel()
-        await asyncio.wait([self._reader])
+        if self._reader:
+            self._reader.cancel()
+            await asyncio.wait([self._reader])
+            self._reader = None  # a cancelled task keeps its frames, and they keep this pull: a cycle
         await self._control.aclose()
         self._life.advance(ReceiveState.CLOSED)
 
@@ -166,8 +174,10 @@ class Incoming:
         await self._until(lambda: self._accepted is not None)
         accepted = self._accepted
         assert accepted is not None
-        require_compatible(accepted.layout, self._opening.layout)
-        manifest = plan(self._opening.layout, accepted.layout.block_tokens, self._tokens, self._opening.skip_tokens)
+        area = overlap(accepted.layout, self._opening.layout)
+        if area != self._area:
+            raise LayoutMismatch(f"the sender brings {area}, not {self._area}")
+        manifest = plan(accepted.layout, self._opening.layout, self._tokens, self._opening.skip_tokens)
         require_same_manifest(manifest, tokens=accepted.tokens, pieces=accepted.pieces, total_bytes=accepted.bytes)
         if accepted.transport != self._equipment.transport.name:
             raise PeerLost(f"the sender speaks {accepted.transport}, we speak {self._equipment.transport.name}")
@@ -188,9 +198,13 @@ class Incoming:
             await self._post_window(manifest.pieces)
 
     async def _post_window(self, pieces: tuple[Piece, ...]) -> None:
-        """Posts receives until the window is full, or no more staging is free but one piece is posted; says how far."""
+        """When little is left of the window: posts receives until it is full, or no more staging is free but one piece
+        is posted; says how far.
+        """
         assert self._endpoint is not None and self._accepted is not None
         before = len(self._posts)
+        if before - self._placed > _REFILL:
+            return
         while len(self._posts) < min(len(pieces), self._placed + WINDOW) and not self._is_over():
             piece = pieces[len(self._posts)]
             buffer = await self._equipment.staging.try_acquire(piece.bytes)

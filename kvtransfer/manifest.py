@@ -1,8 +1,8 @@
 """What a transfer moves: a fixed grid of pieces that both sides compute for themselves.
 
-A piece is (layer group) × {K, V} × (token range), on the wire in C order as
-(layers, 2, tokens, kv_heads, head_dim). The grid depends only on the shard, the two block sizes and the token range, so
-no list of pieces ever travels.
+What moves is what the two shards have in common. A piece is (layer group) × {K, V} × (token range) × (head range), on
+the wire in C order as (layers, 2, tokens, heads, head_dim). The grid depends only on the two layouts and the token
+range, so no list of pieces ever travels.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvtransfer.errors import LayoutMismatch
-from kvtransfer.layout import KvLayout
+from kvtransfer.layout import KvLayout, overlap
 
 PIECE_TOKENS: Final = 128
 """Token ranges are aligned at multiples of the least common multiple of the block sizes that is at least this."""
@@ -25,8 +25,8 @@ more.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """One message: tokens [token_begin, token_end) of layers [layer_begin, layer_end), both counted over the whole
-    model.
+    """One message: tokens [token_begin, token_end) of layers [layer_begin, layer_end) and KV heads [head_begin,
+    head_end), counted over the whole model.
     """
 
     index: int
@@ -34,6 +34,8 @@ class Piece:
     token_end: int
     layer_begin: int
     layer_end: int
+    head_begin: int
+    head_end: int
     bytes: int
 
     @property
@@ -45,6 +47,11 @@ class Piece:
     def layers(self) -> int:
         """Size of the layer group."""
         return self.layer_end - self.layer_begin
+
+    @property
+    def heads(self) -> int:
+        """Length of the head range."""
+        return self.head_end - self.head_begin
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,24 +73,27 @@ class Manifest:
         return max((piece.bytes for piece in self.pieces), default=0)
 
 
-def plan_pieces(layout: KvLayout, peer_block_tokens: int, tokens: int, skip_tokens: int = 0) -> tuple[Piece, ...]:
-    """Cuts tokens [skip_tokens, tokens) into pieces, by token range first, then by layer group.
+def plan_pieces(sender: KvLayout, receiver: KvLayout, tokens: int, skip_tokens: int = 0) -> tuple[Piece, ...]:
+    """Cuts tokens [skip_tokens, tokens) of what both shards hold into pieces, by token range first, then by layer
+    group.
 
-    Both sides get the same answer, whichever of the two block sizes is the layout's own.
-    ValueError: skip_tokens is negative or beyond tokens.
+    Both sides get the same answer. LayoutMismatch: the layouts do not fit together, or share nothing. ValueError:
+    skip_tokens is negative or beyond tokens.
     """
+    area = overlap(sender, receiver)
     if not 0 <= skip_tokens <= tokens:
         raise ValueError(f"skip_tokens must be within [0, {tokens}], is {skip_tokens}")
-    common = math.lcm(layout.block_tokens, peer_block_tokens)
+    common = math.lcm(sender.block_tokens, receiver.block_tokens)
     piece_tokens = common * max(1, math.ceil(PIECE_TOKENS / common))
-    groups = min(layout.local_layers, math.ceil(piece_tokens * layout.token_bytes / PIECE_BYTES))
-    group_layers = math.ceil(layout.local_layers / groups)
+    layer_bytes = 2 * area.heads * sender.head_bytes
+    groups = min(area.layers, math.ceil(piece_tokens * area.layers * layer_bytes / PIECE_BYTES))
+    group_layers = math.ceil(area.layers / groups)
     pieces: list[Piece] = []
     begin = skip_tokens
     while begin < tokens:
         end = min(tokens, (begin // piece_tokens + 1) * piece_tokens)
-        for first in range(layout.layer_begin, layout.layer_end, group_layers):
-            last = min(first + group_layers, layout.layer_end)
+        for first in range(area.layer_begin, area.layer_end, group_layers):
+            last = min(first + group_layers, area.layer_end)
             pieces.append(
                 Piece(
                     index=len(pieces),
@@ -91,16 +101,18 @@ def plan_pieces(layout: KvLayout, peer_block_tokens: int, tokens: int, skip_toke
                     token_end=end,
                     layer_begin=first,
                     layer_end=last,
-                    bytes=(end - begin) * (last - first) * layout.layer_token_bytes,
+                    head_begin=area.head_begin,
+                    head_end=area.head_end,
+                    bytes=(end - begin) * (last - first) * layer_bytes,
                 )
             )
         begin = end
     return tuple(pieces)
 
 
-def plan(layout: KvLayout, peer_block_tokens: int, tokens: int, skip_tokens: int = 0) -> Manifest:
-    """Plans the pieces and keeps them together. ValueError as in plan_pieces."""
-    pieces = plan_pieces(layout, peer_block_tokens, tokens, skip_tokens)
+def plan(sender: KvLayout, receiver: KvLayout, tokens: int, skip_tokens: int = 0) -> Manifest:
+    """Plans the pieces and keeps them together. Errors as in plan_pieces."""
+    pieces = plan_pieces(sender, receiver, tokens, skip_tokens)
     return Manifest(tokens=tokens, skip_tokens=skip_tokens, pieces=pieces)
 
 

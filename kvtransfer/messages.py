@@ -55,7 +55,7 @@ class Accepted:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sent:
     """A piece is leaving. `bytes` 0: the transfer is being given up; nothing but void messages, for what is posted,
-    follows.
+    follows. `crc32`: see copying.checksum; None where the sender does not compute it.
     """
 
     piece: int

@@ -2,11 +2,11 @@
 
 Life of it here: Accepted is said → for each piece in order: wait until it is computed and posted, gather it into a
 staging buffer, say Sent, send it (the next gather runs while it is on the wire) → Finished is said once the first
-token is known → the acknowledgement releases the blocks. When the request ends with its first token, Finished comes
-early and posted receives that get no piece get a void message of one byte. When the offer fails, expires or is
-released, Sent with 0 bytes is said, void messages drain what the receiver has posted until it has closed its half,
-and the pull ends with the error. When the receiver closes its half or dies, the same without a word. Blocks are
-released when no gather reads them; staging buffers drain by themselves.
+token is known → the acknowledgement ends it. When the request ends with its first token, Finished comes early and
+posted receives that get no piece get a void message of one byte. When the offer fails, expires or is released, or
+another receiver's pull of it fails, Sent with 0 bytes is said, void messages drain what the receiver has posted until
+it has closed its half, and the pull ends with the error. When the receiver closes its half or dies, the same without a
+word. Blocks are released when no gather of any pull reads them; staging buffers drain by themselves.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Final
 
 import numpy as np
 
+from kvtransfer.claims import Claim
 from kvtransfer.copying import checksum
 from kvtransfer.device import Buffer
 from kvtransfer.equipment import Equipment
@@ -28,7 +29,6 @@ from kvtransfer.manifest import Manifest, Piece
 from kvtransfer.messages import Accepted, Acknowledge, Control, Finished, Posted, Sent
 from kvtransfer.offer import Offer
 from kvtransfer.staging import StagingBuffer
-from kvtransfer.states import SendState
 from kvtransfer.transport.base import Endpoint, Operation
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class Outgoing:
         manifest: Manifest,
         control: Control,
         equipment: Equipment,
-        receiver: str,
+        claim: Claim,
         tag_base: int,
         crc: bool,
     ) -> None:
@@ -58,12 +58,13 @@ class Outgoing:
         self._manifest = manifest
         self._control = control
         self._equipment = equipment
-        self._receiver = receiver
+        self._claim = claim
         self._tag_base = tag_base
         self._crc = crc
         self._changed = asyncio.Event()
         self._error: TransferError | None = None
         self._posted = 0
+        self._told = False
         self._acknowledged: int | None = None
         self._closed = False
         self._next = 0
@@ -78,21 +79,23 @@ class Outgoing:
         self._changed.set()
 
     async def run(self) -> None:
-        """Runs the pull. Afterwards the offer is released, whatever happened; raises what it failed with."""
+        """Runs the pull. Afterwards it reads nothing of the offer's blocks, whatever happened; raises what it failed
+        with.
+        """
         reader = asyncio.ensure_future(self._read())
         try:
             await self._control.send(self._accepted())
             await self._send_pieces()
             await self._finish()
-            self._offer.move(SendState.RELEASED)
-        except TransferError:
-            self._release()  # nothing reads the blocks between two pieces
+            self._offer.acknowledge(self._claim)
+        except TransferError as error:
+            self._offer.lose(self._claim, error)  # nothing reads the blocks between two pieces
             await self._tell_of_failure()
             raise
         finally:
             reader.cancel()
             await asyncio.wait([reader])
-            self._release()
+            self._offer.lose(self._claim, TransferAborted("its serving broke off"))
 
     async def drain(self) -> None:
         """After `run`: waits until the wire has let go of every staging buffer."""
@@ -189,7 +192,7 @@ class Outgoing:
     async def _connected(self) -> Endpoint:
         if self._endpoint is None:
             # The receiver posts only after its connection was answered, so this does not wait for long.
-            self._endpoint = await self._equipment.transport.endpoint_of(self._receiver, _GREETING_S)
+            self._endpoint = await self._equipment.transport.endpoint_of(self._claim.receiver, _GREETING_S)
         return self._endpoint
 
     async def _finish(self) -> None:
@@ -200,7 +203,8 @@ class Outgoing:
         await self._control.send(
             Finished(first_token_id=outcome.first_token_id, finished=outcome.finished, since_computed_s=since_s)
         )
-        self._offer.move(SendState.SENT)
+        self._told = True
+        self._offer.tell(self._claim)
         while self._acknowledged is None:
             await self._void_posted()
             await self._until(lambda: self._acknowledged is not None or self._posted > self._next)
@@ -230,13 +234,6 @@ class Outgoing:
                         return
                     await self._changed.wait()
 
-    def _release(self) -> None:
-        if self._offer.state is SendState.RELEASED:
-            return
-        if self._offer.state is not SendState.DRAINING:
-            self._offer.move(SendState.DRAINING)
-        self._offer.move(SendState.RELEASED)
-
     async def _until(self, ready: Callable[[], bool]) -> None:
         """Waits for `ready`, as long as the lease lasts and nothing is wrong."""
         try:
@@ -252,9 +249,9 @@ class Outgoing:
 
     def _raise_problem(self) -> None:
         # An acknowledgement settles everything: what breaks after it does not matter.
-        if self._acknowledged is not None and self._offer.state is SendState.SENT:
+        if self._acknowledged is not None and self._told:
             return
-        for error in (self._offer.error, self._operation_error(), self._error):
+        for error in (self._offer.error, self._operation_error(), self._error, self._offer.lost):
             if error:
                 raise error
 

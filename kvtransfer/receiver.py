@@ -13,11 +13,12 @@ from collections.abc import Coroutine, Sequence
 from kvtransfer.copying import CopyThread
 from kvtransfer.device import Arena
 from kvtransfer.equipment import Equipment
-from kvtransfer.errors import TransferAborted
+from kvtransfer.errors import LayoutMismatch, TransferAborted
 from kvtransfer.incoming import Incoming
-from kvtransfer.layout import require_compatible
+from kvtransfer.layout import Area
 from kvtransfer.lease import Clock, Lease
 from kvtransfer.messages import Control, Open
+from kvtransfer.probe import Invitation, Measured, Probe
 from kvtransfer.received import Received
 from kvtransfer.staging import StagingPool
 from kvtransfer.transport.base import Transport
@@ -28,7 +29,11 @@ class Receiver:
 
     def __init__(self, transport: Transport, arena: Arena, *, clock: Clock = time.monotonic) -> None:
         self._equipment = Equipment(
-            transport=transport, arena=arena, staging=StagingPool(arena), copies=CopyThread("kv-scatter"), clock=clock
+            transport=transport,
+            arena=arena,
+            staging=StagingPool(arena, on_host=not transport.device_memory),
+            copies=CopyThread("kv-scatter"),
+            clock=clock,
         )
         self._clock = clock
         self._pulls: set[Incoming] = set()
@@ -45,11 +50,20 @@ class Receiver:
         return self._equipment.staging.quarantined
 
     async def pull(
-        self, control: Control, opening: Open, *, block_ids: Sequence[int], tokens: int, timeout_s: float
+        self,
+        control: Control,
+        opening: Open,
+        *,
+        block_ids: Sequence[int],
+        tokens: int,
+        timeout_s: float,
+        area: Area | None = None,
     ) -> Received:
         """Pulls the KV of tokens [opening.skip_tokens, tokens) into the sequence's blocks, within `timeout_s` seconds.
 
-        `block_ids` are all blocks of the sequence, from token 0 on. `opening.layout` is this worker's layout.
+        `block_ids` are all blocks of the sequence, from token 0 on. `opening.layout` is this worker's layout. `area` is
+        what this sender must bring (see `overlapping`), the whole shard when it is not given; several pulls with areas
+        of their own may write into the same blocks at once.
         When it returns, everything is in place and acknowledged. When it returns, raises, or is cancelled, nothing
         writes to the blocks any more: they are the caller's to reuse at once. `control` belongs to the transfer,
         which closes it; the caller must not end the underlying call before `control.aclose` is called, or posted
@@ -59,11 +73,12 @@ class Receiver:
         TruncatedPiece, ProtocolViolation. ValueError: the blocks do not hold that many tokens.
         """
         layout = self._equipment.arena.layout
-        require_compatible(layout, opening.layout)
+        if opening.layout != layout:
+            raise LayoutMismatch(f"a pull opens with {opening.layout}, this worker has {layout}")
         if len(block_ids) * layout.block_tokens < tokens:
             raise ValueError(f"{len(block_ids)} blocks do not hold {tokens} tokens")
         lease = Lease.grant(timeout_s, self._clock)
-        incoming = Incoming(control, opening, tuple(block_ids), tokens, self._equipment, lease)
+        incoming = Incoming(control, opening, tuple(block_ids), tokens, area or layout.area, self._equipment, lease)
         result: asyncio.Future[Received] = asyncio.get_running_loop().create_future()
         self._pulls.add(incoming)
         self._spawn(self._run(incoming, result))
@@ -73,6 +88,18 @@ class Receiver:
             incoming.give_up(TransferAborted("the pull was cancelled"))
             await _uninterrupted(incoming.quiet())
             raise
+
+    async def probe(self, invitation: Invitation, timeout_s: float) -> Measured:
+        """Connects to a sender that invited this receiver, and measures and checks the connection. Costs tenths of a
+        second, and moves nothing but bytes of its own.
+
+        PeerLost, TransferExpired, TruncatedPiece (bytes did not arrive as they left): it failed, and nothing else did.
+        """
+        probe = Probe(self._equipment, invitation, Lease.grant(timeout_s, self._clock))
+        try:
+            return await probe.run()
+        finally:
+            self._spawn(probe.drain())
 
     async def drained(self) -> None:
         """Waits until no given-up pull has a staging buffer on the wire. Running pulls count, too."""

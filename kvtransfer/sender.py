@@ -1,9 +1,10 @@
-"""The sending side: offers of KV, each pulled at most once.
+"""The sending side: offers of KV, of which each part is pulled at most once.
 
-Life of an offer here: `offer` promises blocks → `serve` (one pull) sends them as they are computed → the
-acknowledgement releases them. An offer that is never pulled ends with its lease; `release` and `Offer.fail` end it
-earlier. Whatever happens, `on_released` is called exactly once, and afterwards nothing here reads the blocks. Ids
-that are over stay known for a while, so that a late or second pull is told why it fails.
+Life of an offer here: `offer` promises blocks → `serve` (one pull for each receiver shard) sends them as they are
+computed → the last acknowledgement releases them. An offer that is not pulled whole ends with its lease, which `renew`
+prolongs until the first pull; `release` and
+`Offer.fail` end it earlier. Whatever happens, `on_released` is called exactly once, and afterwards nothing here reads
+the blocks. Ids that are over stay known for a while, so that a late or second pull is told why it fails.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Final
 
+from kvtransfer.claims import Claim, Claims
 from kvtransfer.copying import CopyThread
 from kvtransfer.device import Arena
 from kvtransfer.equipment import Equipment
@@ -28,14 +30,14 @@ from kvtransfer.errors import (
     UnknownTransfer,
     WrongIncarnation,
 )
-from kvtransfer.layout import require_compatible
+from kvtransfer.layout import overlap
 from kvtransfer.lease import Clock, Lease
 from kvtransfer.manifest import plan
 from kvtransfer.messages import Control, Open
 from kvtransfer.offer import Offer
 from kvtransfer.outgoing import Outgoing
+from kvtransfer.probe import Answering, Invitation
 from kvtransfer.staging import StagingPool
-from kvtransfer.states import SendState
 from kvtransfer.transport.base import Transport
 
 TOMBSTONES: Final = 65_536
@@ -55,22 +57,40 @@ class Sender:
         checksums: bool = False,
     ) -> None:
         self._equipment = Equipment(
-            transport=transport, arena=arena, staging=StagingPool(arena), copies=CopyThread("kv-gather"), clock=clock
+            transport=transport,
+            arena=arena,
+            staging=StagingPool(arena, on_host=not transport.device_memory),
+            copies=CopyThread("kv-gather"),
+            clock=clock,
         )
         self._incarnation = incarnation
         self._clock = clock
         self._checksums = checksums
         self._offers: dict[str, Offer] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._waiting: dict[str, asyncio.Future[None]] = {}
-        self._over: OrderedDict[str, tuple[float, TransferError]] = OrderedDict()
+        self._waiting: dict[str, dict[Claim, asyncio.Future[None]]] = {}
+        self._over: OrderedDict[str, tuple[float, type[TransferError], str]] = OrderedDict()  # until when, and why
         self._tasks: set[asyncio.Task[None]] = set()
-        self._transfers = 0
+        digest = hashlib.blake2b(incarnation.encode(), digest_size=6).digest()
+        self._tag_prefix = int.from_bytes(digest[:3]) >> 1
+        # Shards of one worker count in step: from different numbers, lest equal prefixes of two make equal tags.
+        self._transfers = int.from_bytes(digest[3:])
+        self._answering = asyncio.Lock()  # probes that run together would measure each other
 
     @property
     def offers(self) -> int:
         """Offers that are not released yet."""
         return len(self._offers)
+
+    @property
+    def staging_out(self) -> int:
+        """Staging buffers that are filled, posted or draining now."""
+        return self._equipment.staging.out
+
+    @property
+    def quarantined(self) -> int:
+        """Staging buffers lost to operations that never resolved."""
+        return self._equipment.staging.quarantined
 
     def offer(
         self,
@@ -79,28 +99,37 @@ class Sender:
         block_ids: Sequence[int],
         limit_s: float,
         on_released: Callable[[str], object],
+        *,
+        consumers: int = 1,
+        lease_s: float | None = None,
     ) -> Offer:
         """Promises the KV of tokens [0, tokens), which will be computed into these blocks, for `limit_s` seconds.
 
+        Receivers pull it until every layer and head of this shard was acknowledged `consumers` times: once, or as often
+        as receiver shards hold a copy of the same heads (more tensor-parallel shards than KV heads).
+
+        With `lease_s` the promise ends earlier unless it is pulled or renewed (`renew`) within so many seconds.
         TransferUsed: the id was offered, pulled or released before. ValueError: the blocks do not hold that many
-        tokens.
+        tokens, or consumers is not positive.
         """
         self._forget()
         if transfer_id in self._offers or transfer_id in self._over:
             raise TransferUsed(f"transfer {transfer_id} was used before")
-        if len(block_ids) * self._equipment.arena.layout.block_tokens < tokens:
+        layout = self._equipment.arena.layout
+        claims = Claims(layout.area, consumers)
+        if len(block_ids) * layout.block_tokens < tokens:
             raise ValueError(f"{len(block_ids)} blocks do not hold {tokens} tokens")
 
         def released(_: str) -> None:
             self._bury(offer)
             on_released(transfer_id)
 
-        lease = Lease.grant(limit_s, self._clock)
-        offer = Offer(transfer_id, tokens, tuple(block_ids), lease, self._clock, released, self._settle)
+        limit = Lease.grant(limit_s, self._clock)
+        lease = limit if lease_s is None else Lease.grant(min(lease_s, limit_s), self._clock)
+        offer = Offer(transfer_id, tokens, tuple(block_ids), lease, limit, self._clock, released, claims)
         self._offers[transfer_id] = offer
         self._watch(offer)
-        if waiter := self._waiting.get(transfer_id):
-            _set(waiter)
+        self._wake(transfer_id)
         return offer
 
     async def serve(self, control: Control, timeout_s: float) -> None:
@@ -111,12 +140,11 @@ class Sender:
         """
         lease = Lease.grant(timeout_s, self._clock)
         opening = await self._opening(control, timeout_s)
-        offer = await self._claim(opening, lease.remaining_s(self._clock))
         layout = self._equipment.arena.layout
-        manifest = plan(layout, opening.layout.block_tokens, offer.tokens, opening.skip_tokens)
-        outgoing = Outgoing(
-            offer, manifest, control, self._equipment, opening.receiver_incarnation, self._tag_base(), self._checksums
-        )
+        claim = Claim(receiver=opening.receiver_incarnation, area=overlap(layout, opening.layout))
+        offer = await self._claim(opening, claim, lease.remaining_s(self._clock))
+        manifest = plan(layout, opening.layout, offer.tokens, opening.skip_tokens)
+        outgoing = Outgoing(offer, manifest, control, self._equipment, claim, self._tag_base(), self._checksums)
         run = self._spawn(self._run(outgoing))
         try:
             await asyncio.shield(run)
@@ -124,15 +152,52 @@ class Sender:
             outgoing.give_up(TransferAborted("the receiver's call ended"))
             raise
 
+    def renew(self, transfer_id: str, lease_s: float) -> float:
+        """Keeps a hand-off that a receiver is not ready to pull yet for `lease_s` seconds from now, its limit at most.
+
+        Returns the seconds that are left of it; 0 when nothing is offered yet under this id. Idempotent. Raises what a
+        pull would raise when it is over.
+        """
+        self._forget()
+        self._require_not_over(transfer_id)
+        offer = self._offers.get(transfer_id)
+        return offer.renew(lease_s) if offer else 0.0
+
+    def invite(self, receiver_incarnation: str) -> Invitation:
+        """What a receiver needs for a probe of the connection between the two; `answer` takes part in it."""
+        transport = self._equipment.transport
+        return Invitation(
+            receiver=receiver_incarnation,
+            data_address=transport.address,
+            transport=transport.name,
+            tag_base=self._tag_base(),
+        )
+
+    async def answer(self, invitation: Invitation, timeout_s: float) -> None:
+        """Answers one probe to its end, one at a time. PeerLost, TransferExpired, ProtocolViolation: it failed, and
+        nothing else did.
+        """
+        lease = Lease.grant(timeout_s, self._clock)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._answering.acquire()
+        except TimeoutError:
+            raise TransferExpired("probes of other receivers took all the time") from None
+        answering = Answering(self._equipment, invitation, lease)
+        try:
+            await answering.run(invitation.receiver)
+        finally:
+            self._answering.release()
+            self._spawn(answering.drain())
+
     def release(self, transfer_id: str) -> None:
         """Gives a hand-off up, whether it is known or not; a later offer or pull with that id fails. Idempotent."""
         error = TransferAborted(f"transfer {transfer_id} was released")
         if offer := self._offers.get(transfer_id):
             offer.fail(error)
         elif transfer_id not in self._over:
-            self._remember(transfer_id, error)
-            if waiter := self._waiting.get(transfer_id):
-                _set(waiter)
+            self._remember(transfer_id, TransferAborted, "was released")
+            self._wake(transfer_id)
 
     async def aclose(self) -> None:
         """Fails every offer, waits until everything has drained, and ends the copy thread. The transport stays the
@@ -154,35 +219,44 @@ class Sender:
             raise ProtocolViolation(f"the receiver began with {message}")
         if message.sender_incarnation != self._incarnation:
             raise WrongIncarnation(f"this is incarnation {self._incarnation}, not {message.sender_incarnation}")
-        require_compatible(self._equipment.arena.layout, message.layout)
         return message
 
-    async def _claim(self, opening: Open, timeout_s: float) -> Offer:
+    async def _claim(self, opening: Open, claim: Claim, timeout_s: float) -> Offer:
         transfer_id = opening.transfer_id
         if transfer_id not in self._offers and transfer_id not in self._over:
-            await self._wait_for_offer(transfer_id, timeout_s)
+            await self._wait_for_offer(transfer_id, claim, timeout_s)
         self._forget()
-        if transfer_id in self._over:
-            error = self._over[transfer_id][1]
-            raise type(error)(str(error))  # a fresh one: a raised error holds on to the frames it went through
+        self._require_not_over(transfer_id)
         offer = self._offers.get(transfer_id)
         if offer is None:
             raise UnknownTransfer(f"transfer {transfer_id} was not offered in {timeout_s:.1f} s")
-        if offer.state is not SendState.OFFERED:
-            raise TransferUsed(f"transfer {transfer_id} is being pulled already")
         if not 0 <= opening.skip_tokens <= offer.tokens:
             raise LayoutMismatch(f"{opening.skip_tokens} tokens cannot be skipped of {offer.tokens}")
-        offer.move(SendState.SENDING)
+        offer.claim(claim)
         return offer
 
-    async def _wait_for_offer(self, transfer_id: str, timeout_s: float) -> None:
-        if transfer_id in self._waiting:
+    def _require_not_over(self, transfer_id: str) -> None:
+        if transfer_id in self._over:
+            _, kind, reason = self._over[transfer_id]
+            raise kind(f"transfer {transfer_id} {reason}")
+
+    async def _wait_for_offer(self, transfer_id: str, claim: Claim, timeout_s: float) -> None:
+        waiting = self._waiting.setdefault(transfer_id, {})
+        if claim in waiting:
             raise TransferUsed(f"transfer {transfer_id} is being pulled already")
-        waiter = self._waiting[transfer_id] = asyncio.get_running_loop().create_future()
+        waiter = waiting[claim] = asyncio.get_running_loop().create_future()
         try:
             await asyncio.wait([waiter], timeout=timeout_s)
         finally:
-            del self._waiting[transfer_id]
+            del waiting[claim]
+            if not waiting:
+                del self._waiting[transfer_id]
+
+    def _wake(self, transfer_id: str) -> None:
+        """Somebody offered or released it: the pulls that came before go on."""
+        for waiter in self._waiting.get(transfer_id, {}).values():
+            if not waiter.done():
+                waiter.set_result(None)
 
     async def _run(self, outgoing: Outgoing) -> None:
         try:
@@ -206,32 +280,26 @@ class Sender:
         remaining_s = offer.lease.remaining_s(self._clock)
         self._timers[offer.transfer_id] = asyncio.get_running_loop().call_later(remaining_s, self._watch, offer)
 
-    def _settle(self, offer: Offer) -> None:
-        """An offer failed: when nobody pulls it, it is over at once."""
-        if offer.state is SendState.OFFERED:
-            offer.move(SendState.DRAINING)
-            offer.move(SendState.RELEASED)
-
     def _bury(self, offer: Offer) -> None:
         del self._offers[offer.transfer_id]
         if timer := self._timers.pop(offer.transfer_id, None):
             timer.cancel()
-        match offer.error:
+        match offer.error or (None if offer.claimed else offer.lost):
             case None:
-                error: TransferError = TransferUsed(f"transfer {offer.transfer_id} was used before")
+                self._remember(offer.transfer_id, TransferUsed, "was used before")
             case TransferExpired():
-                error = UnknownTransfer(f"transfer {offer.transfer_id} expired")
-            case _:
-                error = type(offer.error)(str(offer.error))
-        self._remember(offer.transfer_id, error)
+                self._remember(offer.transfer_id, UnknownTransfer, "expired")
+            case error:
+                self._remember(offer.transfer_id, type(error), f"failed: {error}")
 
-    def _remember(self, transfer_id: str, error: TransferError) -> None:
-        self._over[transfer_id] = (self._clock() + TOMBSTONE_S, error)
+    def _remember(self, transfer_id: str, kind: type[TransferError], reason: str) -> None:
+        """There are tens of thousands of them: no error objects, and the same text for all that ended alike."""
+        self._over[transfer_id] = (self._clock() + TOMBSTONE_S, kind, reason)
         self._forget()
 
     def _forget(self) -> None:
         while self._over:
-            end_s, _ = next(iter(self._over.values()))
+            end_s, _, _ = next(iter(self._over.values()))
             if len(self._over) <= TOMBSTONES and end_s > self._clock():
                 return
             self._over.popitem(last=False)
@@ -240,11 +308,5 @@ class Sender:
         """Tags of this transfer: 23 bits of the incarnation, 24 of a counter, 16 for the piece. The top bit stays
         the transport's.
         """
-        digest = hashlib.blake2b(self._incarnation.encode(), digest_size=3).digest()
         self._transfers += 1
-        return (int.from_bytes(digest) >> 1) << 40 | (self._transfers & 0xFFFFFF) << 16
-
-
-def _set(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
+        return self._tag_prefix << 40 | (self._transfers & 0xFFFFFF) << 16

@@ -64,12 +64,13 @@ class StagingBuffer:
 
 
 class StagingPool:
-    """Hands out staging buffers of an arena's device. At most `limit` are out at a time; who comes first is served
-    first.
+    """Hands out staging buffers of an arena's device, or of its host. At most `limit` are out at a time; who comes
+    first is served first.
     """
 
-    def __init__(self, arena: Arena, limit: int = 64) -> None:
+    def __init__(self, arena: Arena, limit: int = 64, *, on_host: bool = False) -> None:
         self._arena = arena
+        self._on_host = on_host
         self._free: dict[int, list[Buffer]] = {}
         self._slots = asyncio.Semaphore(limit)
         self._out = 0
@@ -119,6 +120,6 @@ class StagingPool:
         # Few sizes, so that memory is found again.
         capacity = max(_SMALLEST_BYTES, 1 << max(0, count - 1).bit_length())
         free = self._free.get(capacity)
-        memory = free.pop() if free else self._arena.staging(capacity)
+        memory = free.pop() if free else self._arena.staging(capacity, on_host=self._on_host)
         self._out += 1
         return StagingBuffer(memory, self)

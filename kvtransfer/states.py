@@ -15,7 +15,7 @@ class SendState(Enum):
     OFFERED = "offered"
     SENDING = "sending"
     SENT = "sent"
-    """Finished was said; waits for the acknowledgement."""
+    """Every part was asked for, and Finished was said to all; waits for the last acknowledgement."""
     DRAINING = "draining"
     """Given up; a gather may still read the blocks."""
     RELEASED = "released"

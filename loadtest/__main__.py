@@ -5,8 +5,13 @@ from __future__ import annotations
 import click
 
 from loadtest.engine import engine
+from loadtest.faults import faults
+from loadtest.idle import idle
+from loadtest.interference import interference
 from loadtest.schedule import schedule
 from loadtest.smoke import smoke
+from loadtest.soak import soak
+from loadtest.transfer import transfer
 
 
 @click.group(help=__doc__)
@@ -15,8 +20,13 @@ def main() -> None:
 
 
 main.add_command(engine)
+main.add_command(faults)
+main.add_command(idle)
+main.add_command(interference)
 main.add_command(schedule)
 main.add_command(smoke)
+main.add_command(soak)
+main.add_command(transfer)
 
 if __name__ == "__main__":
     main(prog_name="python -m loadtest")

@@ -217,7 +217,7 @@ def _against(url: str, model: str, dtype: Dtype, chunk_tokens: int, pairs: int, 
 
     async def run(ours_url: str) -> tuple[Server, list[Pairs]]:
         ours, theirs = await server_at(ours_url), await server_at(url, cache_prompt=False)
-        return theirs, await compare(ours, theirs, pairs)
+        return theirs, await compare(ours, theirs, pairs, progress=_progress)
 
     try:
         flags = [f"--model={model}", f"--dtype={dtype}", f"--chunk-tokens={chunk_tokens}", "--prefill=0"]

@@ -11,7 +11,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -58,8 +58,12 @@ async def server_at(url: str, **extra: object) -> Server:
         return Server(url=url.rstrip("/"), model=str(reply.json()["data"][0]["id"]), extra=extra)
 
 
-async def compare(ours: Server, peer: Server, pairs: int, seed: int = 0) -> list[Pairs]:
-    """Runs every shape `pairs` times on both sides, the first side changing from pair to pair, after a warm-up."""
+async def compare(
+    ours: Server, peer: Server, pairs: int, *, progress: Callable[[str], None] = lambda line: None, seed: int = 0
+) -> list[Pairs]:
+    """Runs every shape `pairs` times on both sides, the first side changing from pair to pair, after a warm-up.
+    `progress` is told each number.
+    """
     numbers = random.Random(seed)
     results = [Pairs(shape=f"step, {n} × 160", unit="ms") for n, _, _ in STEPS]
     results += [Pairs(shape=f"prefill {tokens:,}", unit="tokens/s") for tokens in PROMPTS]
@@ -68,12 +72,14 @@ async def compare(ours: Server, peer: Server, pairs: int, seed: int = 0) -> list
         await _prompt_rate(server, 64, numbers)
     for pair in range(pairs):
         for server in (ours, peer) if pair % 2 == 0 else (peer, ours):
-            for at, (streams, prompt, new) in enumerate(STEPS):
-                value = await _step_s(server, streams, prompt, new, numbers) * 1e3
-                (results[at].ours if server is ours else results[at].peers).append(value)
-            for at, tokens in enumerate(PROMPTS, start=len(STEPS)):
-                value = await _prompt_rate(server, tokens, numbers)
-                (results[at].ours if server is ours else results[at].peers).append(value)
+            name = "ours" if server is ours else "peer"
+            for at, result in enumerate(results):
+                if at < len(STEPS):
+                    value = await _step_s(server, *STEPS[at], numbers) * 1e3
+                else:
+                    value = await _prompt_rate(server, PROMPTS[at - len(STEPS)], numbers)
+                (result.ours if server is ours else result.peers).append(value)
+                progress(f"pair {pair + 1}, {name}: {result.shape}: {value:.1f} {result.unit}")
     return results
 
 
@@ -93,22 +99,28 @@ async def _step_s(server: Server, streams: int, prompt: int, new: int, numbers: 
     """Time of one step while all streams decode: from the last one's first token to the first one's last token."""
     prompts = [numbers.choices(range(FIRST_ID, LAST_ID), k=prompt) for _ in range(streams)]
     async with httpx.AsyncClient(timeout=LIMIT_S) as client:
-        arrivals = await asyncio.gather(*(_arrivals(client, server, ids, new) for ids in prompts))
-    begin_s, end_s = max(times[0] for times in arrivals), min(times[-1] for times in arrivals)
+        streamed = await asyncio.gather(*(arrivals(client, server, ids, new) for ids in prompts))
+    # An answer of control tokens alone shows nothing.
+    streamed = [times for times in streamed if len(times) > 1]
+    if not streamed:
+        raise httpx.DecodingError(f"{server.url} streamed no text")
+    begin_s, end_s = max(times[0] for times in streamed), min(times[-1] for times in streamed)
+    if end_s <= begin_s:
+        raise httpx.DecodingError(f"{server.url} did not answer {streams} requests at the same time")
     # A message may carry several tokens, or none that can be shown yet: what counts is their share of the whole answer.
-    tokens = [new / len(times) * sum(begin_s < at_s <= end_s for at_s in times) for times in arrivals]
-    return (end_s - begin_s) / (sum(tokens) / streams)
+    tokens = [new / len(times) * sum(begin_s < at_s <= end_s for at_s in times) for times in streamed]
+    return (end_s - begin_s) / (sum(tokens) / len(streamed))
 
 
 async def _prompt_rate(server: Server, tokens: int, numbers: random.Random) -> float:
     ids = numbers.choices(range(FIRST_ID, LAST_ID), k=tokens)
     begin_s = time.perf_counter()
     async with httpx.AsyncClient(timeout=LIMIT_S) as client:
-        times = await _arrivals(client, server, ids, 1)
+        times = await arrivals(client, server, ids, 1)
     return tokens / (times[-1] - begin_s)
 
 
-async def _arrivals(client: httpx.AsyncClient, server: Server, prompt: Sequence[int], new: int) -> list[float]:
+async def arrivals(client: httpx.AsyncClient, server: Server, prompt: Sequence[int], new: int) -> list[float]:
     """When each message with text came, in seconds of the performance counter; at least the end of the answer."""
     body = {"model": server.model, "prompt": list(prompt), "max_tokens": new, "temperature": 0, "stream": True}
     body |= {"ignore_eos": True, **server.extra}

@@ -56,14 +56,15 @@ def summarize(measured: Sequence[Measured], wall_s: float) -> Summary:
         errors=dict(Counter(one.error for one in measured if one.error)),
         tokens=tokens,
         tokens_per_s=tokens / wall_s if wall_s > 0 else 0.0,
-        first_token=_quantiles([one.first_token_s for one in good if one.first_token_s is not None]),
-        gap=_quantiles([gap_s for one in good for gap_s in one.gaps_s]),
-        total=_quantiles([one.total_s for one in good]),
-        late=_quantiles([one.late_s for one in measured]),
+        first_token=quantiles([one.first_token_s for one in good if one.first_token_s is not None]),
+        gap=quantiles([gap_s for one in good for gap_s in one.gaps_s]),
+        total=quantiles([one.total_s for one in good]),
+        late=quantiles([one.late_s for one in measured]),
     )
 
 
-def _quantiles(values: Sequence[float]) -> Quantiles:
+def quantiles(values: Sequence[float]) -> Quantiles:
+    """p50, p90, p99 and the largest value."""
     return Quantiles(
         p50_s=quantile(values, 0.5),
         p90_s=quantile(values, 0.9),

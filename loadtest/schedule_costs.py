@@ -29,11 +29,15 @@ class Cost:
 
 
 def costs(
-    clock: Callable[[], float], *, policies: Sequence[str] = ("fcfs", "mlfq", "auto"), steps: int = 400
+    clock: Callable[[], float],
+    *,
+    policies: Sequence[str] = ("fcfs", "mlfq", "auto"),
+    live: Sequence[int] = LIVE,
+    steps: int = 400,
 ) -> list[Cost]:
-    """`clock`: seconds. Every step ends a tenth of its batch, and as many arrive."""
-    sizes = [(live, batch) for live in LIVE for batch in (16, 64)]
-    return [_cost(policy, live, batch, steps, clock) for policy in policies for live, batch in sizes]
+    """`clock`: seconds of CPU time. Every step ends a tenth of its batch, and as many arrive."""
+    sizes = [(count, batch) for count in live for batch in (16, 64)]
+    return [_cost(policy, count, batch, steps, clock) for policy in policies for count, batch in sizes]
 
 
 def _cost(name: str, live: int, batch: int, steps: int, clock: Callable[[], float]) -> Cost:
@@ -62,10 +66,11 @@ def _cost(name: str, live: int, batch: int, steps: int, clock: Callable[[], floa
 def costs_table(found: Sequence[Cost]) -> Table:
     """For people."""
     made = Table(title="cost of a policy, ms a step (mean, slowest hundredth)", title_justify="left")
-    for column in ("policy", "batch", *(f"{live:,} live" for live in LIVE)):
+    sizes = list(dict.fromkeys(one.live for one in found))
+    for column in ("policy", "batch", *(f"{live:,} live" for live in sizes)):
         made.add_column(column, justify="right")
     by_size = {(one.policy, one.batch, one.live): one for one in found}
     for policy, batch in dict.fromkeys((one.policy, one.batch) for one in found):
-        row = [by_size[policy, batch, live] for live in LIVE]
+        row = [by_size[policy, batch, live] for live in sizes]
         made.add_row(policy, str(batch), *(f"{one.mean_ms:.3f}, {one.p99_ms:.3f}" for one in row))
     return made

@@ -30,7 +30,7 @@ class Workload:
     name: str
     lengths: Callable[[random.Random], Lengths] | None = None
     cv: float = 1.0
-    trace: Sequence[tuple[float, Lengths]] = ()
+    trace: tuple[tuple[float, Lengths], ...] = ()
     flood: bool = False
 
     def requests(self, rate: float, count: int, seed: int) -> list[Request]:
@@ -128,13 +128,13 @@ def traced(folder: Path) -> tuple[Workload, ...]:
     return tuple(found)
 
 
-def _read(path: Path) -> Sequence[tuple[float, Lengths]]:
+def _read(path: Path) -> tuple[tuple[float, Lengths], ...]:
     with path.open(newline="") as file:
         try:
-            return [
+            return tuple(
                 (float(row["arrival_s"]), (int(row["prompt_tokens"]), max(1, int(row["output_tokens"]))))
                 for row in csv.DictReader(file)
-            ]
+            )
         except (KeyError, ValueError) as error:
             raise ValueError(f"{path}: {error} (arrival_s, prompt_tokens and output_tokens are needed)") from None
 

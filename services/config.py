@@ -65,6 +65,11 @@ class WorkerConfig(ServiceConfig):
         choices=("auto", "fcfs", "mlfq", "mlfq-naive", "priority"),
     )
     step_cores: str = setting("", "CPU cores of the step thread, for example 0 or 0,1; empty leaves it to the system.")
+    fault: str = setting(
+        "",
+        "What goes wrong with the KV that this worker sends and with its acknowledgements, to see what happens then: a "
+        "list of rate=1Gbit, delay=5ms, reorder=2ms, cut-after=3MB, cut-in=1MB, drop-ack=1, seed=7. Empty: nothing.",
+    )
 
 
 def load(config: type[ConfigT], service: str, about: str, argv: Sequence[str] | None = None) -> ConfigT:

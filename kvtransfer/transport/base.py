@@ -82,6 +82,10 @@ class Endpoint(Protocol):
     def alive(self) -> bool:
         """False after an abort, a failure, or the peer's death as far as it is known."""
 
+    @property
+    def lanes(self) -> str:
+        """What carries its messages, as transport/device: "tcp/lo", "rc_mlx5/mlx5_0:1,tcp/eth0"."""
+
     def send(self, buffer: Buffer, tag: int) -> Operation:
         """Starts sending. Its success is not delivery: that is the receiver's acknowledgement."""
 
@@ -108,6 +112,12 @@ class Transport(Protocol):
     @property
     def counters(self) -> Counters:
         """What was moved."""
+
+    @property
+    def device_memory(self) -> bool:
+        """Says whether buffers may lie in a GPU's memory; else staging is host memory. TransportUnavailable before
+        start.
+        """
 
     async def start(self) -> None:
         """Makes it usable. TransportUnavailable, with one clear line, when it cannot be."""

@@ -62,6 +62,11 @@ class MemoryEndpoint:
         """See Endpoint."""
         return self._link.alive
 
+    @property
+    def lanes(self) -> str:
+        """See Endpoint."""
+        return "memory"
+
     def send(self, buffer: Buffer, tag: int) -> Operation:
         """See Endpoint."""
         return Operation(self._send(buffer, tag), buffer)
@@ -118,6 +123,7 @@ class MemoryTransport:
     """A transport between objects of one process."""
 
     name = "memory"
+    device_memory = True
 
     def __init__(self, incarnation: str) -> None:
         self._incarnation = incarnation

@@ -80,6 +80,11 @@ class UcxTransport:
         return self._counters
 
     @property
+    def device_memory(self) -> bool:
+        """See Transport."""
+        return self._cuda and any("cuda" in name for name in self._running().transports())
+
+    @property
     def devices(self) -> str:
         """Which UCX transports are in use, for example "tcp"."""
         return ",".join(sorted(self._running().transports()))

@@ -49,6 +49,11 @@ class UcxEndpoint:
         """See Endpoint."""
         return self._aborting is None and self._raw.alive
 
+    @property
+    def lanes(self) -> str:
+        """See Endpoint."""
+        return self._raw.lanes()
+
     def send(self, buffer: Buffer, tag: int) -> Operation:
         """See Endpoint."""
         return self._owner.track(Operation(self._send(buffer, tag), buffer))

@@ -19,6 +19,7 @@ from typing import Final, Protocol, cast
 
 from kvtransfer.device import Buffer
 from kvtransfer.errors import TransportUnavailable
+from kvtransfer.transport import ucx_lanes
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,9 @@ class _Endpoint(Protocol):
     def abort(self) -> None: ...
     @property
     def closed(self) -> bool | Callable[[], bool]: ...
+    @property
+    def ucp_endpoint(self) -> int: ...
+    def get_ucp_endpoint(self) -> int: ...
 
 
 class RawEndpoint:
@@ -72,6 +76,11 @@ class RawEndpoint:
     async def receive(self, buffer: Buffer, tag: int) -> None:
         """Receives. Failed, Oversized."""
         await self._library.translate(self._open().recv(buffer, tag=tag, force_tag=True))
+
+    def lanes(self) -> str:
+        """Transport and device of every lane; where UCX cannot be asked, the transports that may be in use."""
+        asked = ucx_lanes.lanes(self._library.handle(self._open())) if self.alive else ()
+        return ",".join(asked or sorted(self._library.transports()))
 
     def abort(self) -> None:
         """Closes at once. Blocks for up to seconds: not for the event loop."""
@@ -128,6 +137,10 @@ class Library:
         """A property in ucxx, a method in ucp."""
         state = endpoint.closed
         return state if isinstance(state, bool) else state()
+
+    def handle(self, endpoint: _Endpoint) -> int:
+        """UCX's own endpoint, a ucp_ep_h: a property in ucxx, a method in ucp."""
+        return endpoint.ucp_endpoint if self._is_ucxx else endpoint.get_ucp_endpoint()
 
     def close(self) -> None:
         """Ends the library's threads and frees its context, so that the process can exit. Blocks for a second."""

@@ -17,7 +17,8 @@ LIMIT_S = 10.0
 # What the latency is shown for: a prompt, and a step of its request alone.
 SHOWN_TOKENS = 1_000
 
-Value = str | int | float | None | dict[str, float] | list[int]
+Link = dict[str, str | float]
+Value = str | int | float | None | dict[str, float] | list[int] | list[Link]
 
 
 @click.command()
@@ -33,13 +34,16 @@ def workers(scheduler: str, as_json: bool) -> None:
         click.echo(json.dumps({"workers": rows, "queued_requests": listed.queued_requests}))
         return
     table_console().print(_table(rows))
+    if any(row["links"] for row in rows):
+        table_console().print(_links_table(rows))
     click.echo(f"{listed.queued_requests} requests queued")
 
 
 def worker_values(view: worker_pb2.WorkerView) -> dict[str, Value]:
     """Plain values of one worker; blocks and tokens are counts, the age is in seconds.
 
-    `prefill_fit` and `step_fit` are fields of services.latency, None while the worker does not know yet.
+    `prefill_fit` and `step_fit` are fields of services.latency, None while the worker does not know yet. `links`: one
+    for each prefill worker that a decode worker has met, GB/s and µs as measured then.
     """
     blocks, latency = view.blocks, latency_of(view)
     prefill, step = latency.prefill, latency.step
@@ -69,6 +73,7 @@ def worker_values(view: worker_pb2.WorkerView) -> dict[str, Value]:
         "prefill_fit": None if prefill is None else asdict(prefill),
         "prefill_1000_tokens_ms": None if prefill is None else prefill.prompt_s(SHOWN_TOKENS) * 1e3,
         "step_fit": None if step is None else asdict(step),
+        "links": [_link_values(link) for link in view.links],
         "step_batch_1_ms": None if step is None else step.step_s(context_tokens=SHOWN_TOKENS, batch=1) * 1e3,
     }
 
@@ -100,6 +105,35 @@ def _schedule(row: dict[str, Value]) -> str:
     while counts and not counts[-1]:
         counts.pop()
     return f"{row['schedule']} {'/'.join(map(str, counts))}".strip()
+
+
+def _links_table(rows: list[dict[str, Value]]) -> Table:
+    """How KV comes to each decode worker, as measured when it met the prefill worker."""
+    table = Table()
+    for name in ("KV from", "to", "transport", "lanes"):
+        table.add_column(name)
+    for name in ("GB/s", "round trip"):
+        table.add_column(name, justify="right")
+    table.add_column("remark")
+    for row in rows:
+        for link in row["links"] if isinstance(row["links"], list) else ():
+            measured = ("–", "–") if link["error"] else (f"{link['gbs']:.2f}", f"{link['round_trip_us']:.0f} µs")
+            words = (str(link[name]) for name in ("transport", "lanes"))
+            table.add_row(str(link["peer"]), str(row["name"]), *words, *measured, str(link["error"] or link["warning"]))
+    return table
+
+
+def _link_values(link: worker_pb2.Link) -> Link:
+    return {
+        "peer": link.peer,
+        "peer_incarnation": link.peer_incarnation,
+        "transport": link.transport,
+        "lanes": link.lanes,
+        "gbs": link.bytes_per_s / 1e9,
+        "round_trip_us": to_seconds(link.round_trip) * 1e6,
+        "error": link.error,
+        "warning": link.warning,
+    }
 
 
 def _predicted(row: dict[str, Value], time_ms: str, fit: str) -> str:

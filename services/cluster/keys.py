@@ -1,12 +1,13 @@
 """Every Redis key and channel there is. All begin with `diptych:`; nothing is found by scanning.
 
-Workers write through membership.Registration; schedulers read through membership.MembershipView and keep the lines
-through queue.Queue. <i> is an incarnation, <m> a served model name. Times are milliseconds of the Redis server's clock.
+Workers write through membership.Registration; schedulers, and decode workers for their peers, read through
+membership.MembershipView; schedulers keep the lines through queue.Queue. <i> is an incarnation, <m> a served model
+name. Times are milliseconds of the Redis server's clock.
 
 | key                      | type   | TTL  | content                                     | writer    | reader    |
 | ------------------------ | ------ | ---- | ------------------------------------------- | --------- | --------- |
-| diptych:workers          | hash   | 60 s | address → incarnation that lives there now  | worker    | scheduler |
-| diptych:worker:<i>       | string | 3 s  | WorkerRecord as JSON; gone = worker is dead | worker    | scheduler |
+| diptych:workers          | hash   | 60 s | address → incarnation that lives there now  | worker    | both      |
+| diptych:worker:<i>       | string | 3 s  | WorkerRecord as JSON; gone = worker is dead | worker    | both      |
 | diptych:line:<m>         | zset   | none | waiting request → place in line             | scheduler | scheduler |
 | diptych:line:<m>:alive   | zset   | none | waiting request → time its waiter is dead   | scheduler | scheduler |
 | diptych:line:<m>:owner   | hash   | none | waiting request → the call that waits       | scheduler | scheduler |
@@ -20,7 +21,7 @@ Keys without a TTL are emptied by every use of the queue: waiters that are dead,
 
 | channel                  | says                                   | publisher | subscriber |
 | ------------------------ | -------------------------------------- | --------- | ---------- |
-| diptych:workers:changed  | a worker came, went or changed state   | worker    | scheduler  |
+| diptych:workers:changed  | a worker came, went or changed state   | worker    | both       |
 | diptych:line:changed     | the head of a line may go now          | scheduler | scheduler  |
 
 A message carries nothing: it only says that reading again is worthwhile.

@@ -1,4 +1,4 @@
-"""Who lives. Workers register and heartbeat; schedulers watch.
+"""Who lives. Workers register and heartbeat; schedulers watch, and decode workers, for prefill workers to meet.
 
 Life of a registration: register (an older incarnation at the same address is replaced) → heartbeat every HEARTBEAT_S
 with fresh numbers, at once on a change of state → deregister. A worker that dies is gone TTL_S after its last
@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 from services.cluster import keys
 from services.cluster.background import start_loop, stop_loops
-from services.cluster.record import BlockCounts, Role, State, WorkerRecord, from_json
+from services.cluster.record import BlockCounts, Link, Role, State, WorkerRecord, from_json
 from services.cluster.store import Store, StoreUnavailable, strings
 
-__all__ = ["BlockCounts", "LiveWorker", "MembershipView", "Registration", "Role", "State", "WorkerRecord"]
+__all__ = ["BlockCounts", "Link", "LiveWorker", "MembershipView", "Registration", "Role", "State", "WorkerRecord"]
 
 HEARTBEAT_S = 1.0
 REFRESH_S = 1.0
@@ -115,14 +115,17 @@ class LiveWorker:
 
 
 class MembershipView:
-    """The live workers, kept current by a full refresh every REFRESH_S and at once when a change is announced.
+    """The live workers, kept current by a full refresh every `refresh_s` and at once when a change is announced.
 
     While Redis is away the last known view stands; the subscription comes back by itself.
     """
 
-    def __init__(self, store: Store, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, store: Store, clock: Callable[[], float] = time.monotonic, *, refresh_s: float = REFRESH_S
+    ) -> None:
         """`clock`: monotonic seconds."""
         self._store = store
+        self._refresh_s = refresh_s
         self._clock = clock
         self._seen: tuple[LiveWorker, ...] = ()
         self._seen_at_s = 0.0
@@ -173,7 +176,7 @@ class MembershipView:
             self._wake.clear()
             await self._refresh_once()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(REFRESH_S):
+                async with asyncio.timeout(self._refresh_s):
                     await self._wake.wait()
 
     async def _refresh_once(self) -> None:

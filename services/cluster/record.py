@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Literal, get_args
 
 from services.latency import Latency, latency_from
+
+MAX_LINKS = 64
+"""A worker tells of no more: its record is sent with every heartbeat."""
 
 Role = Literal["prefill", "decode"]
 State = Literal["starting", "ready", "draining"]
@@ -27,6 +31,20 @@ class BlockCounts:
     swapped: int = 0
     cached: int = 0
     host: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """The data plane from a peer to this worker, measured when the two met. With an `error` nothing was measured."""
+
+    peer: str  # its name
+    peer_incarnation: str
+    transport: str = ""  # "ucx"
+    lanes: str = ""  # what carries it, transport/device: "tcp/eth0"
+    bytes_per_s: float = 0.0
+    round_trip_s: float = 0.0
+    error: str = ""
+    warning: str = ""  # why a faster one was to be expected
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +68,7 @@ class WorkerRecord:
     levels: tuple[int, ...] = ()  # requests by level of the schedule, the top first
     schedule: str = ""  # by name
     latency: Latency = field(default_factory=Latency)  # what it has learned about its own speed
+    links: tuple[Link, ...] = ()  # from peers that live, at most MAX_LINKS
 
     @property
     def capacity_tokens(self) -> int:
@@ -99,7 +118,33 @@ def from_json(text: str) -> WorkerRecord:
         levels=_counts(fields, "levels"),
         schedule=_text(fields, "schedule"),
         latency=latency_from(fields.get("latency")),
+        links=_links(fields.get("links", [])),
     )
+
+
+def _links(value: object) -> tuple[Link, ...]:
+    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+        raise ValueError(f"links: {value!r} is not a list of links")
+    return tuple(
+        Link(
+            peer=_text(each, "peer"),
+            peer_incarnation=_text(each, "peer_incarnation"),
+            transport=_text(each, "transport"),
+            lanes=_text(each, "lanes"),
+            bytes_per_s=_amount(each, "bytes_per_s"),
+            round_trip_s=_amount(each, "round_trip_s"),
+            error=_text(each, "error"),
+            warning=_text(each, "warning"),
+        )
+        for each in value[:MAX_LINKS]
+    )
+
+
+def _amount(fields: Mapping[str, object], name: str) -> float:
+    value = fields.get(name)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+        raise ValueError(f"{name}: {value!r} is not a finite amount")
+    return float(value)
 
 
 def _text(fields: Mapping[str, object], name: str) -> str:

@@ -190,7 +190,7 @@ class DecodeCore:
 
     def _transfer_failed(self, key: str, error: DiptychError) -> None:
         request = self._requests.get(key)
-        if request is not None and request.stage not in ENDED:
+        if request is not None and not request.local and request.stage not in ENDED:
             self._fail(request, error)
 
     def _drained(self, key: str) -> None:

@@ -1,7 +1,8 @@
 """The shell around the decode core: asyncio on one side, the step thread and the receiver on the other.
 
-Each request is a stream of events for its `Decode` call. When the core has reserved blocks, a task pulls the KV into
-them and reports back; it outlives the call if the call goes away, until nothing writes to the blocks any more.
+Each request is a stream of events for its `Decode` call. Until the core has reserved blocks, a task renews the hand-off
+at the sender; then another one pulls the KV into them and reports back. That one outlives the call if the call goes
+away, until nothing writes to the blocks any more.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class Stream:
     events: asyncio.Queue[Began | Tokens | Finished | Failed] = field(default_factory=asyncio.Queue)
     arrived: Arrived | None = None
     pull: asyncio.Task[None] | None = None
+    keep: asyncio.Task[None] | None = None  # renews the hand-off while it waits for blocks
 
 
 class DecodeService:
@@ -89,6 +91,7 @@ class DecodeService:
         self._streams[submit.key] = stream
         self._submit(submit)
         if hand_off:
+            stream.keep = self._spawn(self._keep(submit.key, hand_off), context)
             left_s = max(0.0, hand_off.deadline_s - time.monotonic())
             asyncio.get_running_loop().call_later(left_s, self._hand_off_limit, submit.key)
         return stream
@@ -113,6 +116,8 @@ class DecodeService:
         """Forgets the request; what still runs of it is cancelled. Does not wait."""
         stream = self._streams.pop(key)
         self._submit(Cancel(key))
+        if stream.keep:
+            stream.keep.cancel()
         if stream.pull:
             stream.pull.cancel()
         elif stream.hand_off and not stream.arrived:
@@ -133,6 +138,8 @@ class DecodeService:
         if stream is None or stream.hand_off is None:
             self._submit(Drained(event.key))  # closed meanwhile: nothing was ever asked for
             return
+        if stream.keep:
+            stream.keep.cancel()
         pull = self._pull(event, stream, stream.hand_off)
         stream.pull = self._spawn(pull, stream.context)
         # However the pull ends, even cancelled before it began, nothing writes to the blocks afterwards.
@@ -158,6 +165,12 @@ class DecodeService:
 
     async def _copy(self, event: Copy) -> None:
         self._submit(await self._copier.run(event))
+
+    async def _keep(self, key: str, hand_off: HandOff) -> None:
+        try:
+            await self._puller.keep(hand_off)
+        except DiptychError as error:
+            self._submit(TransferFailed(key, error))
 
     def _hand_off_limit(self, key: str) -> None:
         """The time for the hand-off is over: gives up a request that still waits for blocks."""

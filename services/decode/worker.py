@@ -7,12 +7,15 @@ from functools import partial
 
 from kvtransfer.blocks import BlockPool
 from kvtransfer.receiver import Receiver
+from kvtransfer.transport.faulty import FaultyControls
+from services.cluster.membership import MembershipView
 from services.decode.config import DecodeConfig
 from services.decode.copier import Copier
 from services.decode.core import DecodeCore
 from services.decode.hand_off import Puller
 from services.decode.memory import Memory
 from services.decode.messages import Command, Event
+from services.decode.peers import Meeting, Peers
 from services.decode.service import DecodeService
 from services.decode.servicer import DecodeServicer
 from services.schedule.budget import Bandwidth, Reserve
@@ -22,6 +25,8 @@ from services.worker.process import Part, Parts, serve
 
 FIRST_BYTES_PER_S = 2e9
 """Of copies to host memory and back, before the first one is measured."""
+PEERS_REFRESH_S = 5.0
+"""Comings and goings are announced; the whole list is only read again for what was missed."""
 
 
 def assemble(config: DecodeConfig, parts: Parts) -> Part[Command, Event]:
@@ -30,7 +35,13 @@ def assemble(config: DecodeConfig, parts: Parts) -> Part[Command, Event]:
     swaps = mode is not SwapMode.RECOMPUTE
     host_blocks = (config.host_kv_mib << 20) // parts.layout.block_bytes if swaps else 0
     receiver, copier = Receiver(parts.transport, parts.arena), Copier(parts.arena, host_blocks)
-    service = DecodeService(Puller(receiver, parts.channels, parts.layout, parts.identity.incarnation), copier)
+    incarnation, cuda = parts.identity.incarnation, parts.config.device != "cpu"
+    meeting = Meeting(receiver, parts.channels, incarnation=incarnation, cuda=cuda)
+    view = MembershipView(parts.store, refresh_s=PEERS_REFRESH_S)
+    peers = Peers(view, meeting, parts.layout.fingerprint())
+    controls = FaultyControls(parts.fault)
+    puller = Puller(receiver, parts.channels, parts.layout, incarnation, control_over=controls.over)
+    service = DecodeService(puller, copier)
     core = DecodeCore(
         memory=Memory(
             pool=parts.pool,
@@ -51,6 +62,7 @@ def assemble(config: DecodeConfig, parts: Parts) -> Part[Command, Event]:
     )
 
     async def aclose() -> None:
+        await peers.aclose()
         await receiver.aclose()
         copier.close()
 
@@ -60,6 +72,8 @@ def assemble(config: DecodeConfig, parts: Parts) -> Part[Command, Event]:
         attach=service.attach,
         servicers=(DecodeServicer(service, parts.identity, parts.card),),
         outstanding=lambda: service.outstanding,
+        start=peers.start,
+        links=peers.links,
         aclose=aclose,
     )
 

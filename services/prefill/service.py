@@ -20,6 +20,14 @@ from services.prefill.messages import Admitted, Cancel, Command, Event, Failed, 
 
 log = logging.getLogger(__name__)
 
+LEASE_S = 30.0
+"""KV that nobody pulls is kept for so long, up to the hand-off limit (120 s by default), unless its receiver renews it.
+
+A receiver that lives pulls at once, or says every 10 s that it still waits for blocks: two renewals may be lost, and
+gRPC takes 9 s to notice a dead connection. A receiver that died before its pull costs a quarter of what the limit alone
+would. A pull ends the matter: its stream tells of the receiver's death.
+"""
+
 
 class Submitter(Protocol):
     """Where commands go: the step thread."""
@@ -98,7 +106,9 @@ class PrefillService:
 
     def _offer(self, event: Admitted, job: _Job) -> None:
         try:
-            job.offer = self._sender.offer(event.key, job.tokens, event.blocks, job.limit_s, self._released)
+            job.offer = self._sender.offer(
+                event.key, job.tokens, event.blocks, job.limit_s, self._released, lease_s=LEASE_S
+            )
         except TransferError as error:  # released before it was computed: nobody will pull it
             log.info("transfer %s is not offered: %s", event.key, error)
             self._fail(job, HandOffLost(str(error)))

@@ -12,7 +12,7 @@ from diptych.v1 import kv_transfer_pb2, kv_transfer_pb2_grpc, prefill_pb2, prefi
 from kvtransfer.sender import Sender
 from services.engine.card import ModelCard
 from services.prefill.messages import FirstToken, Submit
-from services.prefill.service import PrefillService
+from services.prefill.service import LEASE_S, PrefillService
 from services.rpc.convert import to_duration, to_logprobs
 from services.rpc.server import RpcServer
 from services.telemetry import spans, tracing
@@ -24,8 +24,14 @@ PrefillContext: TypeAlias = "grpc.aio.ServicerContext[prefill_pb2.PrefillRequest
 PullContext: TypeAlias = "grpc.aio.ServicerContext[kv_transfer_pb2.PullRequest, kv_transfer_pb2.PullResponse]"
 ReleaseContext: TypeAlias = "grpc.aio.ServicerContext[kv_transfer_pb2.ReleaseRequest, kv_transfer_pb2.ReleaseResponse]"
 
+RenewContext: TypeAlias = "grpc.aio.ServicerContext[kv_transfer_pb2.RenewRequest, kv_transfer_pb2.RenewResponse]"
+JoinContext: TypeAlias = "grpc.aio.ServicerContext[kv_transfer_pb2.JoinRequest, kv_transfer_pb2.JoinResponse]"
+
 PULL_LIMIT_S = 600.0
 """For a Pull without a deadline; ours always have one."""
+
+JOIN_LIMIT_S = 15.0
+"""For a Join without a deadline; ours always have one."""
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
@@ -104,6 +110,26 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
         self._identity.require(request.sender)
         self._sender.release(request.transfer_id)
         return kv_transfer_pb2.ReleaseResponse()
+
+    async def Renew(  # noqa: N802
+        self, request: kv_transfer_pb2.RenewRequest, context: RenewContext
+    ) -> kv_transfer_pb2.RenewResponse:
+        """See kv_transfer.proto."""
+        self._identity.require(request.sender)
+        left_s = self._sender.renew(request.transfer_id, LEASE_S)
+        return kv_transfer_pb2.RenewResponse(remaining=to_duration(left_s))
+
+    async def Join(  # noqa: N802
+        self, request: kv_transfer_pb2.JoinRequest, context: JoinContext
+    ) -> AsyncIterator[kv_transfer_pb2.JoinResponse]:
+        """See kv_transfer.proto."""
+        self._identity.require(request.sender)
+        invitation = self._sender.invite(request.receiver_incarnation)
+        yield kv_transfer_pb2.JoinResponse(
+            data_address=invitation.data_address, transport=invitation.transport, tag_base=invitation.tag_base
+        )
+        left_s = context.time_remaining()
+        await self._sender.answer(invitation, JOIN_LIMIT_S if left_s is None else left_s)
 
     async def _serve(self, control: ServingControl, limit_s: float) -> None:
         try:

@@ -40,8 +40,14 @@ def assemble(parts: Parts) -> Part[Command, Event]:
         attach=service.attach,
         servicers=(prefill, KvTransferServicer(sender, parts.identity)),
         outstanding=lambda: service.outstanding,
+        start=_nothing,
+        links=lambda: (),
         aclose=sender.aclose,
     )
+
+
+async def _nothing() -> None:
+    """Receivers come to a prefill worker; it goes to nobody."""
 
 
 async def serve_worker(config: PrefillConfig, stop: asyncio.Event) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from diptych.v1 import request_pb2, worker_pb2
 from google.protobuf.duration_pb2 import Duration
 
+from services.cluster.record import Link
 from services.engine.sampling_spec import TokenLogprobs
 from services.latency import Latency, PrefillFit, StepFit
 
@@ -19,6 +20,11 @@ def to_duration(seconds: float) -> Duration:
 def to_seconds(duration: Duration) -> float:
     """Seconds of a proto Duration; an absent one is zero."""
     return duration.ToNanoseconds() / 1e9
+
+
+def to_ref(*, name: str, address: str, incarnation: str) -> worker_pb2.WorkerRef:
+    """The proto of one life of a worker."""
+    return worker_pb2.WorkerRef(name=name, address=address, incarnation=incarnation)
 
 
 def to_logprobs(logprobs: TokenLogprobs | None) -> request_pb2.TokenLogprobs:
@@ -49,6 +55,20 @@ def to_step_fit(fit: StepFit | None) -> worker_pb2.StepFit | None:
     if fit is None:
         return None
     return worker_pb2.StepFit(a_s=fit.a_s, b_s=fit.b_s, c_s=fit.c_s, error=fit.error, steps=fit.steps)
+
+
+def to_link(link: Link) -> worker_pb2.Link:
+    """The proto of a link."""
+    return worker_pb2.Link(
+        peer=link.peer,
+        peer_incarnation=link.peer_incarnation,
+        transport=link.transport,
+        lanes=link.lanes,
+        bytes_per_s=link.bytes_per_s,
+        round_trip=to_duration(link.round_trip_s),
+        error=link.error,
+        warning=link.warning,
+    )
 
 
 def latency_of(view: worker_pb2.WorkerView) -> Latency:

@@ -5,6 +5,9 @@ them) it predicts what feedback queues would gain (`gain`), and turns to them ab
 bounds, so that it does not waver between two schedules that are equally good. It turns only if somebody had to wait
 since it last looked: without a queue both are the same.
 
+It turns to feedback queues as well when a tenant lacks LAG_TOKENS of its share, and stays while one does: first come,
+first served knows no shares, and a flood of one tenant would hold all others.
+
 Both schedules are kept up to date all the time, so that a turn costs nothing and nobody's history is lost.
 """
 
@@ -19,11 +22,12 @@ from services.schedule.gain import predicted_gain
 from services.schedule.mlfq import Mlfq
 from services.schedule.policy import Change, Job, Next, Policy
 
-ENTER: Final = 1.1
-LEAVE: Final = 0.95
+ENTER: Final = 1.15
+LEAVE: Final = 1.0
 WINDOW: Final = 256
 LEAST: Final = 24
-"""Completions before it says anything."""
+"""Completions before it predicts anything."""
+LAG_TOKENS: Final = 512.0
 EVERY: Final = 8
 """Completions between two looks."""
 
@@ -64,7 +68,7 @@ class Auto:
         """See Policy."""
         self._now_s = now_s
         self._queued = self._queued or len(self._used_s) > batch
-        if self._unseen >= EVERY and len(self._completed_s) >= LEAST:
+        if self._unseen >= EVERY:
             self._look()
         return self._policy.choose(batch, now_s)
 
@@ -117,10 +121,12 @@ class Auto:
 
     def _look(self) -> None:
         self._unseen = 0
-        self.gain = predicted_gain(self._completed_s, self._mlfq.quantum_s)
-        turn = self.gain < LEAVE if self._policy is self._mlfq else self.gain > ENTER
+        if len(self._completed_s) >= LEAST:
+            self.gain = predicted_gain(self._completed_s, self._mlfq.quantum_s)
+        unfair = self._mlfq.largest_lag > LAG_TOKENS
+        turn = self.gain < LEAVE and not unfair if self._policy is self._mlfq else self.gain > ENTER or unfair
         if turn and self._queued:
             self._policy = self._fcfs if self._policy is self._mlfq else self._mlfq
-            detail = f"{self.mode}: predicted gain {self.gain:.2f}"
+            detail = f"{self.mode}: predicted gain {self.gain:.2f}{', a tenant behind its share' if unfair else ''}"
             self._changes.append(Change(key="", what="mode", at_s=self._now_s, detail=detail))
         self._queued = False

@@ -78,6 +78,11 @@ class Mlfq:
         """q₀: what a decode step takes now."""
         return self._ladder.quantum_s
 
+    @property
+    def largest_lag(self) -> float:
+        """Tokens, for a tenant of weight 1, that some tenant lacks of its share."""
+        return self._shares.largest_lag()
+
     def arrive(self, job: Job, now_s: float) -> None:
         """See Policy."""
         if job.key in self._places:
@@ -89,8 +94,7 @@ class Mlfq:
     def choose(self, batch: int, now_s: float) -> Sequence[str]:
         """See Policy."""
         for key in self._due.take(now_s):
-            place = self._places[key]
-            if place.level:
+            if (place := self._places[key]).level:
                 self._move(place, 0, now_s, "promoted")
         chosen: list[str] = []
         for level in self._levels:

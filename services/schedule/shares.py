@@ -60,11 +60,7 @@ class Shares:
         if account.requests:
             return
         del self._accounts[tenant]
-        self._weights = (
-            sum(one.weight for one in self._accounts.values())
-            if len(self._accounts) < 8
-            else (self._weights - account.weight)
-        )
+        self._weights = self._weights - account.weight if self._accounts else 0.0
         if account.served > self._fair:
             self._ahead[tenant] = account.served
         if len(self._ahead) > 2 * len(self._accounts) + 64:
@@ -75,6 +71,10 @@ class Shares:
         account = self._accounts[tenant]
         account.served += tokens / account.weight
         self._fair += tokens / self._weights
+
+    def largest_lag(self) -> float:
+        """Tokens ÷ weight by which the tenant that is most behind is behind its share."""
+        return max((self._fair - account.served for account in self._accounts.values()), default=0.0)
 
     def behind(self, tenant: str) -> bool:
         """It got less than its share while it had requests here. Alone it never is."""

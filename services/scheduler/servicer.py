@@ -10,7 +10,7 @@ from opentelemetry.trace import Span
 
 from services.cluster.membership import LiveWorker, MembershipView
 from services.errors import InvalidArgument
-from services.rpc.convert import to_duration, to_prefill_fit, to_step_fit
+from services.rpc.convert import to_duration, to_link, to_prefill_fit, to_step_fit
 from services.rpc.interceptor import Context
 from services.rpc.server import RpcServer
 from services.scheduler.answer import Answer, Worker
@@ -142,4 +142,5 @@ def _view(worker: LiveWorker) -> worker_pb2.WorkerView:
         heartbeat_age=to_duration(worker.heartbeat_age_s),
         prefill_fit=to_prefill_fit(record.latency.prefill),
         step_fit=to_step_fit(record.latency.step),
+        links=map(to_link, record.links),
     )

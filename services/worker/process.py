@@ -18,9 +18,11 @@ from kvtransfer.device import Arena
 from kvtransfer.errors import TransferError
 from kvtransfer.layout import DType, KvLayout
 from kvtransfer.transport.base import Transport
+from kvtransfer.transport.fault import Fault, parse_fault
+from kvtransfer.transport.faulty import FaultyTransport
 from kvtransfer.transport.ucx import UcxTransport
 from services.cluster.membership import Registration
-from services.cluster.record import BlockCounts, Role, State, WorkerRecord
+from services.cluster.record import MAX_LINKS, BlockCounts, Link, Role, State, WorkerRecord
 from services.cluster.store import Store
 from services.config import WorkerConfig
 from services.engine.card import ModelCard, read_card
@@ -64,6 +66,8 @@ class Parts:
     transport: Transport
     channels: Channels
     latency: LatencyModel
+    store: Store
+    fault: Fault
 
 
 class Servicer(Protocol):
@@ -82,6 +86,9 @@ class Part(Generic[CommandT, EventT]):
     attach: Callable[[StepThread[CommandT, EventT]], None]
     servicers: Sequence[Servicer]
     outstanding: Callable[[], int]
+    start: Callable[[], Awaitable[None]]
+    """Called once the worker serves and is known."""
+    links: Callable[[], Sequence[Link]]
     aclose: Callable[[], Awaitable[None]]
 
 
@@ -97,6 +104,7 @@ async def serve(
     """Runs one worker until `stop`. StartError says in one line why it cannot start."""
     step_cores = sorted(parse_cores(config.step_cores, "step-cores"))
     other_cores = parse_cores(config.other_cores, "other-cores")
+    fault = _fault(config.fault)
     rpc = RpcServer(config.host, config.port, service_names)
     port = rpc.bind()
     identity = Identity(config.name or f"{role}-{port}", f"{config.host}:{port}")
@@ -108,7 +116,7 @@ async def serve(
         store = Store(config.redis)
         stack.push_async_callback(store.aclose)
         await store.connect()
-        parts, executor = await _equip(config, identity, stack)
+        parts, executor = await _equip(config, identity, store, fault, stack)
         keep_to_cores(other_cores)
         part = assemble(parts)
         crash: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -131,18 +139,28 @@ async def serve(
         stack.push_async_callback(rpc.stop, 0.0)
 
         def record() -> WorkerRecord:
-            return _record(parts, role, thread.load)
+            return _record(parts, role, thread.load, part.links())
 
         registration = Registration(store, record)
         await registration.start()
         stack.push_async_callback(registration.aclose)
         await rpc.ready()
+        await part.start()
         log.info("%s serves %s (%s) on %s", identity.name, parts.card.name, config.dtype, identity.address)
         await _until(stop, crash)
         await _drain(identity, registration, part.outstanding)
 
 
-async def _equip(config: WorkerConfig, identity: Identity, stack: contextlib.AsyncExitStack) -> tuple[Parts, Executor]:
+def _fault(text: str) -> Fault:
+    try:
+        return parse_fault(text)
+    except ValueError as error:
+        raise StartError(f"fault: {error}") from None
+
+
+async def _equip(
+    config: WorkerConfig, identity: Identity, store: Store, fault: Fault, stack: contextlib.AsyncExitStack
+) -> tuple[Parts, Executor]:
     """Everything that takes long or may be refused: the model, its memory, the data plane."""
     dtype = cast("DType", config.dtype)
     try:
@@ -154,7 +172,7 @@ async def _equip(config: WorkerConfig, identity: Identity, stack: contextlib.Asy
     blocks = (config.kv_mib << 20) // layout.block_bytes
     if blocks < 1:
         raise StartError(f"kv-mib: {config.kv_mib} MiB hold no block of {layout.block_bytes} bytes")
-    transport = UcxTransport(identity.incarnation, host=config.host, cuda=config.device != "cpu")
+    transport = _transport(config, identity, fault)
     log.info("loading %s from %s", card.name, card.path)
     try:
         arena = Arena(layout, blocks, config.device)
@@ -184,11 +202,22 @@ async def _equip(config: WorkerConfig, identity: Identity, stack: contextlib.Asy
         transport=transport,
         channels=channels,
         latency=LatencyModel(chunk_tokens=config.chunk_tokens),
+        store=store,
+        fault=fault,
     )
     return parts, Executor(runner)
 
 
-def _record(parts: Parts, role: Role, load_now: Load) -> WorkerRecord:
+def _transport(config: WorkerConfig, identity: Identity, fault: Fault) -> Transport:
+    """The data plane, made to fail if that is asked for."""
+    transport = UcxTransport(identity.incarnation, host=config.host, cuda=config.device != "cpu")
+    if fault == Fault():
+        return transport
+    log.warning("what this worker sends goes wrong on purpose: fault=%s", config.fault)
+    return FaultyTransport(transport, fault)
+
+
+def _record(parts: Parts, role: Role, load_now: Load, links: Sequence[Link]) -> WorkerRecord:
     blocks = load_now.blocks
     state: State = "draining" if parts.identity.draining else "ready"
     return WorkerRecord(
@@ -217,6 +246,7 @@ def _record(parts: Parts, role: Role, load_now: Load) -> WorkerRecord:
         levels=load_now.levels,
         schedule=load_now.schedule,
         latency=parts.latency.latency,
+        links=tuple(links[:MAX_LINKS]),
     )
 
 

@@ -25,6 +25,8 @@ from kvtransfer import (
     TransferError,
     UcxTransport,
 )
+from kvtransfer.transport.fault import parse_fault
+from kvtransfer.transport.faulty import FaultyTransport
 
 SENDER, RECEIVER = "5e4de4" + "0" * 10, "4ece17e4" + "0" * 8
 LAYOUT = KvLayout(model="m", dtype="bf16", layers=30, kv_heads=3, head_dim=64, block_tokens=16)
@@ -166,8 +168,14 @@ def read_kv(arena: Arena, blocks, tokens: int) -> np.ndarray:
     return np.stack([arena.array[:, :, blocks[t // size], t % size] for t in range(tokens)], axis=2)
 
 
+SLOW = "faulty: memory, delay=2ms,reorder=8ms,rate=3Gbit"
+
+
 def make_transport(kind: str, incarnation: str):
-    return MemoryTransport(incarnation) if kind == "memory" else UcxTransport(incarnation)
+    """`kind`: "memory" or "ucx", or one of them "faulty", with or without a fault."""
+    kind, _, fault = kind.partition(", ")
+    below = MemoryTransport(incarnation) if kind.endswith("memory") else UcxTransport(incarnation)
+    return FaultyTransport(below, parse_fault(fault)) if kind.startswith("faulty") else below
 
 
 async def until(condition, timeout_s: float = 5.0) -> None:

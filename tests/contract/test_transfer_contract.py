@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 import pytest_asyncio
-from kv_pairs import LAYOUT, SENDER, control_pair, make_transport, pair_over, until, write_kv
+from kv_pairs import LAYOUT, SENDER, SLOW, control_pair, make_transport, pair_over, until, write_kv
 
 from kvtransfer import (
     Accepted,
@@ -29,13 +29,14 @@ from kvtransfer import (
     UnknownTransfer,
     WrongIncarnation,
 )
+from kvtransfer.incoming import WINDOW
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 BLOCK = LAYOUT.block_tokens
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["memory", "ucx"])
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["memory", "ucx", SLOW])
 async def transport(request):
     """Both sides share one transport that talks to itself: UCX has one context in a process."""
     transport = make_transport(request.param, "4ece17e4" + "0" * 8)
@@ -117,6 +118,37 @@ async def test_pieces_leave_as_soon_as_they_are_computed(pair, transport):
     received = await pull
     np.testing.assert_array_equal(pair.received("t", 512), kv)
     assert received.exposed_s < received.duration_s
+
+
+@pytest.mark.parametrize("tokens", [1, 512, 513, 640, 641, 1000])
+async def test_one_word_says_several_posts_and_never_more_than_the_window(pair, transport, tokens):
+    pair.fill("t", tokens)
+    offer = pair.offer("t", tokens)
+    offer.advance(tokens)
+    offer.finish(1)
+    control = pair.start_serving()
+    said: list[int] = []
+    placed: list[int] = []
+    send, scatter = control.send, pair.target.arena.scatter
+
+    async def noting(message):
+        if isinstance(message, Posted):
+            said.append(message.pieces)
+            assert message.pieces - len(placed) <= WINDOW
+        await send(message)
+
+    def noting_scatter(piece, *args):
+        scatter(piece, *args)
+        placed.append(piece.index)
+
+    control.send = noting
+    pair.target.arena.scatter = noting_scatter
+    blocks = pair.target.pool.allocate(-(-tokens // BLOCK), "t")
+    received = await pair.receiver.pull(control, pair.opening("t"), block_ids=blocks, tokens=tokens, timeout_s=10.0)
+    pieces = received.pieces
+    assert said[0] == min(pieces, WINDOW)
+    assert said[-1] == pieces
+    assert len(said) == 1 + max(0, -(-(pieces - WINDOW) // 2))
 
 
 async def test_an_uncomputed_token_never_leaves(pair, transport):

@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 import pytest_asyncio
-from kv_pairs import make_transport
+from kv_pairs import SLOW, make_transport
 
 from kvtransfer import PeerLost, TransferExpired, TransportUnavailable, TruncatedPiece
 
@@ -18,7 +18,9 @@ SIZES = [1, 8191, 8192, 3 << 20]
 _tags = iter(range(1 << 20, 1 << 30))
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["memory", "ucx"])
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="module", params=["memory", "ucx", "faulty: memory", "faulty: ucx", SLOW]
+)
 async def transport(request):
     """One transport that talks to itself: UCX has one context in a process."""
     transport = make_transport(request.param, INCARNATION)

@@ -9,6 +9,7 @@ import grpc.aio
 import pytest
 from asking import ask, request, until_free, workers
 from by_hand import services_by_hand
+from diptych.v1 import worker_pb2
 from meshes import Mesh
 
 TINY_TOKEN_BYTES = 3 * 2 * 2 * 16 * 4  # layers × {K, V} × KV heads × head dim × fp32
@@ -38,6 +39,19 @@ async def test_the_memory_of_a_request_is_free_on_both_sides_when_it_is_over(mes
     await asyncio.gather(*(ask(mesh, request([3 + i] * 40, max_tokens=5)) for i in range(6)))
     await until_free(mesh)
     assert sorted(worker.ref.name for worker in await workers(mesh)) == ["decode-0", "prefill-0"]
+
+
+async def test_the_two_workers_have_met_and_say_what_their_link_can_do(mesh: Mesh) -> None:
+    links: list[worker_pb2.Link] = []
+    async with asyncio.timeout(30):
+        while not links:
+            decode, prefill = sorted(await workers(mesh), key=lambda each: each.ref.name)
+            links = list(decode.links)
+    (link,) = links
+    assert (link.error, link.transport, link.lanes) == ("", "ucx", "tcp/lo")
+    assert link.peer_incarnation == prefill.ref.incarnation
+    assert 1e7 < link.bytes_per_s < 1e11
+    assert not prefill.links
 
 
 async def test_with_ucx_blocked_nothing_is_quietly_recomputed(tiny_llama: str, redis_url: str) -> None:

@@ -5,6 +5,7 @@ Skipped where there is no CUDA device; run on one with `pytest tests/gpu` (needs
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from pathlib import Path
 
@@ -36,20 +37,40 @@ LAYOUT = KvLayout(model="m", dtype="bf16", layers=3, kv_heads=2, head_dim=16, bl
 
 
 @pytest.mark.parametrize("tokens", [1, BLOCK_TOKENS - 1, BLOCK_TOKENS, BLOCK_TOKENS + 1, TOKENS])
-def test_gather_and_scatter_do_on_the_gpu_what_they_do_on_the_cpu(tokens: int) -> None:
+@pytest.mark.parametrize("on_host", [False, True])
+@pytest.mark.parametrize("head_dim", [1, 2, 4, 16])
+def test_gather_and_scatter_do_on_the_gpu_what_they_do_on_the_cpu(tokens: int, on_host: bool, head_dim: int) -> None:
+    """From two heads to one of them, in blocks of another size; by units of 2, 4, 8 and 16 bytes."""
     import cupy
 
-    content = np.random.default_rng(5).integers(0, 2**16, (3, 2, BLOCKS, BLOCK_TOKENS, 2, 16), dtype=np.uint16)
+    whole = dataclasses.replace(LAYOUT, head_dim=head_dim)
+    shard = dataclasses.replace(whole, block_tokens=24, layer_begin=1, head_begin=1)
+    content = np.random.default_rng(5).integers(0, 2**16, (3, 2, BLOCKS, BLOCK_TOKENS, 2, head_dim), dtype=np.uint16)
     source, target = random.Random(1).sample(range(BLOCKS), 7), random.Random(2).sample(range(BLOCKS), 7)
-    arenas = {device: (Arena(LAYOUT, BLOCKS, device), Arena(LAYOUT, BLOCKS, device)) for device in ("cpu", "cuda:0")}
+    arenas = {device: (Arena(whole, BLOCKS, device), Arena(shard, BLOCKS, device)) for device in ("cpu", "cuda:0")}
     for device, (sender, receiver) in arenas.items():
         sender.array[...] = content if device == "cpu" else cupy.asarray(content)
-        for piece in plan(LAYOUT, BLOCK_TOKENS, tokens, 0).pieces:
-            buffer = sender.staging(piece.bytes)
+        for piece in plan(whole, shard, tokens).pieces:
+            buffer = sender.staging(piece.bytes, on_host=on_host)
             sender.gather(piece, source, buffer)
             receiver.scatter(piece, target, buffer)
     twin, device = arenas["cpu"][1].array, arenas["cuda:0"][1].array
     assert copy_to_host(device.reshape(-1).view(np.uint8)) == twin.tobytes()
+
+
+def test_the_copies_come_after_what_torch_was_told_before() -> None:
+    """Torch writes the arena through DLPack, slowly, and nobody waits for it before the gather."""
+    arena = Arena(LAYOUT, BLOCKS, "cuda:0")
+    tensor = torch.from_dlpack(arena.array).view(torch.int16)
+    (piece,) = plan(LAYOUT, LAYOUT, BLOCKS * BLOCK_TOKENS).pieces[-1:]
+    buffer = arena.staging(piece.bytes)
+    slow = torch.randn(4096, 4096, device="cuda:0")
+    for value in (1, 2, 3):
+        for _ in range(20):
+            slow = slow @ slow / slow.norm()
+        tensor.fill_(value)
+        arena.gather(piece, range(BLOCKS), buffer)
+        assert copy_to_host(buffer) == np.full(piece.bytes // 2, value, np.uint16).tobytes()
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3"])

@@ -239,6 +239,18 @@ def test_workers_are_listed_for_people_and_for_programs(mesh: Mesh) -> None:
             schedule="auto (mlfq)",
             heartbeat_age=to_duration(0.5),
             prefill_fit=worker_pb2.PrefillFit(a_s=0.01, b_s=1e-3, c_s=1e-7, chunk_tokens=256, error=0.0625, steps=40),
+            links=[
+                worker_pb2.Link(
+                    peer="prefill-0",
+                    peer_incarnation="fedcba9876543210",
+                    transport="ucx",
+                    lanes="tcp/lo",
+                    bytes_per_s=1.25e9,
+                    round_trip=to_duration(310e-6),
+                    warning="plain TCP where a GPU should carry it",
+                ),
+                worker_pb2.Link(peer="prefill-1", error="nobody there"),
+            ],
         )
     ]
     shown = run("workers", "--scheduler", mesh.address)
@@ -246,6 +258,7 @@ def test_workers_are_listed_for_people_and_for_programs(mesh: Mesh) -> None:
         word in shown.stdout
         for word in ("decode-0", "ready", "0123456789abcdef", "97/104", "1140.0 ms ± 6%", "4 requests queued")
     )
+    assert all(word in shown.stdout for word in ("tcp/lo", "1.25", "310 µs", "plain TCP where", "nobody there"))
     listed = json.loads(run("workers", "--scheduler", mesh.address, "--json").stdout)
     assert listed["queued_requests"] == 4
     (worker,) = listed["workers"]
@@ -264,6 +277,10 @@ def test_workers_are_listed_for_people_and_for_programs(mesh: Mesh) -> None:
         "steps": 40,
     }
     assert (worker["step_fit"], worker["step_batch_1_ms"]) == (None, None)
+    measured, failed = worker["links"]
+    assert (measured["peer"], measured["lanes"], measured["gbs"]) == ("prefill-0", "tcp/lo", 1.25)
+    assert measured["round_trip_us"] == pytest.approx(310)
+    assert (failed["error"], failed["gbs"]) == ("nobody there", 0.0)
 
 
 def test_the_probe_knows_serving_from_not_serving_from_nobody(mesh: Mesh) -> None:

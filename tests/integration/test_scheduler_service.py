@@ -19,10 +19,10 @@ from diptych.v1 import scheduler_pb2, scheduler_pb2_grpc, worker_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.cluster.embedded import EmbeddedRedis
-from services.cluster.membership import BlockCounts, Registration, WorkerRecord
+from services.cluster.membership import BlockCounts, Link, Registration, WorkerRecord
 from services.cluster.store import Store
 from services.latency import Latency, PrefillFit
-from services.rpc.convert import latency_of
+from services.rpc.convert import latency_of, to_link
 from services.rpc.errors import RETRY_AFTER_KEY
 from services.scheduler import placer as placer_module
 from services.scheduler.config import SchedulerConfig
@@ -471,10 +471,16 @@ async def test_a_redis_that_hangs_delays_a_request_but_does_not_hold_it(
 async def test_list_workers_tells_everything(mesh: Mesh) -> None:
     latency = Latency(prefill=PrefillFit(a_s=0.01, b_s=1e-3, c_s=1e-7, chunk_tokens=256, error=0.05, steps=40))
     record = await mesh.worker("prefill-0", queued_tokens=9, waiting=2, state="draining", latency=latency)
-    await mesh.worker("decode-0")
+    link = Link(
+        peer="prefill-0", peer_incarnation=record.incarnation, lanes="tcp/lo", bytes_per_s=1e9, round_trip_s=3e-4
+    )
+    await mesh.worker("decode-0", links=(link,))
     scheduler = await mesh.scheduler()
     await scheduler.until_workers(2)
     decode, prefill = (await scheduler.listed()).workers
+    assert list(decode.links) == [to_link(link)]
+    assert (decode.links[0].bytes_per_s, decode.links[0].round_trip.ToMicroseconds()) == (1e9, 300)
+    assert not prefill.links
     assert decode.ref.name == "decode-0"
     assert prefill.ref.incarnation == record.incarnation
     assert (prefill.role, prefill.state) == (worker_pb2.ROLE_PREFILL, worker_pb2.WORKER_STATE_DRAINING)

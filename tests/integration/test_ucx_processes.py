@@ -14,11 +14,12 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import pytest_asyncio
 from ucx_peer import LineControl
 
-from kvtransfer import Arena, KvLayout, Open, PeerLost, Receiver, TransferExpired, UcxTransport
+from kvtransfer import Arena, KvLayout, Open, PeerLost, Receiver, TransferExpired, UcxTransport, overlapping
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -49,12 +50,12 @@ class Peer:
     control: LineControl
     incarnation: str
 
-    def opening(self) -> Open:
+    def opening(self, layout: KvLayout = LAYOUT) -> Open:
         return Open(
             transfer_id="t",
             sender_incarnation=self.incarnation,
             receiver_incarnation=OWN,
-            layout=LAYOUT,
+            layout=layout,
             skip_tokens=0,
         )
 
@@ -67,10 +68,12 @@ class Peer:
 
 
 @contextlib.asynccontextmanager
-async def sending_process(tokens: int, computed: int, *, checksums: bool = False) -> AsyncIterator[Peer]:
+async def sending_process(
+    tokens: int, computed: int, *, layout: KvLayout = LAYOUT, checksums: bool = False
+) -> AsyncIterator[Peer]:
     incarnation = os.urandom(8).hex()
     options = {
-        "layout": dataclasses.asdict(LAYOUT),
+        "layout": dataclasses.asdict(layout),
         "incarnation": incarnation,
         "tokens": tokens,
         "computed": computed,
@@ -116,6 +119,41 @@ async def whole_transfer(transport: UcxTransport, tokens: int, **options) -> Non
 @pytest.mark.parametrize("checksums", [False, True])
 async def test_bytes_cross_processes_unchanged_and_are_counted(transport, checksums):
     await whole_transfer(transport, 1024, checksums=checksums)
+
+
+async def test_shards_of_several_processes_meet_in_the_blocks_of_one(transport):
+    """Two heads and one, of blocks of 16 and of 32 tokens, become three heads in blocks of 24."""
+    tokens, own = 300, dataclasses.replace(LAYOUT, block_tokens=24)
+    shards = [
+        dataclasses.replace(LAYOUT, head_end=2),
+        dataclasses.replace(LAYOUT, head_begin=2, block_tokens=32),
+    ]
+    arena = Arena(own, 13)
+    receiver = Receiver(transport, arena)
+    async with contextlib.AsyncExitStack() as stack, asyncio.TaskGroup() as pulls:
+        peers = [await stack.enter_async_context(sending_process(tokens, tokens, layout=layout)) for layout in shards]
+        tasks = [
+            pulls.create_task(
+                receiver.pull(
+                    peers[index].control,
+                    peers[index].opening(own),
+                    block_ids=range(13),
+                    tokens=tokens,
+                    timeout_s=20.0,
+                    area=area,
+                )
+            )
+            for index, area in overlapping(own, shards).items()
+        ]
+    assert sum(task.result().bytes for task in tasks) == tokens * LAYOUT.token_bytes
+    await receiver.aclose()
+    received = arena.array.reshape(30, 2, -1, 3, 64)
+    for layout in shards:
+        size, heads = layout.block_tokens, slice(layout.head_begin, layout.head_end)
+        shape = (30, 2, -(-tokens // size), size, layout.local_heads, 64)
+        sent = np.random.default_rng(5).integers(0, 60_000, shape).reshape(30, 2, -1, layout.local_heads, 64)
+        np.testing.assert_array_equal(received[:, :, :tokens, heads], sent[:, :, :tokens])
+    assert (received[:, :, tokens:] == 0).all()
 
 
 @pytest.mark.parametrize("computed", [0, 300])

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from services.cluster.record import BlockCounts, WorkerRecord, from_json
+from services.cluster.record import MAX_LINKS, BlockCounts, Link, WorkerRecord, from_json
 from services.cluster.store import Store, hide_password, strings
 from services.errors import StartError
 from services.latency import Latency, PrefillFit, StepFit
@@ -32,6 +32,18 @@ RECORD = WorkerRecord(
         prefill=PrefillFit(a_s=0.01, b_s=1e-3, c_s=0.0, chunk_tokens=256, error=0.1, steps=12),
         step=StepFit(a_s=0.02, b_s=1e-6, c_s=1e-3, error=0.05, steps=300),
     ),
+    links=(
+        Link(
+            peer="prefill-0",
+            peer_incarnation="fedcba9876543210",
+            transport="ucx",
+            lanes="tcp/lo",
+            bytes_per_s=1.5e9,
+            round_trip_s=3e-4,
+            warning="plain TCP",
+        ),
+        Link(peer="prefill-1", peer_incarnation="0", error="nobody there"),
+    ),
 )
 
 
@@ -56,6 +68,22 @@ def test_a_worker_that_says_nothing_about_its_speed_is_one_that_does_not_know_it
     assert from_json(json.dumps(fields)).latency == Latency()
 
 
+def test_a_worker_that_names_no_links_has_none_and_more_than_enough_are_cut() -> None:
+    fields = json.loads(RECORD.to_json())
+    fields["links"] = fields["links"][:1] * (MAX_LINKS + 1)
+    assert len(from_json(json.dumps(fields)).links) == MAX_LINKS
+    del fields["links"]
+    assert from_json(json.dumps(fields)).links == ()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1, True, "fast", None])
+def test_a_link_without_a_finite_bandwidth_is_refused(value: object) -> None:
+    fields = json.loads(RECORD.to_json())
+    fields["links"][0]["bytes_per_s"] = value
+    with pytest.raises(ValueError, match="bytes_per_s"):
+        from_json(json.dumps(fields))
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -70,6 +98,9 @@ def test_a_worker_that_says_nothing_about_its_speed_is_one_that_does_not_know_it
         ("running", True),
         ("context_tokens", "many"),
         ("latency", "fast"),
+        ("links", "many"),
+        ("links", [1]),
+        ("links", [{"peer": "prefill-0"}]),
         ("latency", {"step": {"a_s": 1.0}}),
     ],
 )

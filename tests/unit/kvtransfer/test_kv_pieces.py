@@ -17,25 +17,25 @@ TINY = KvLayout(model="m", dtype="bf16", layers=3, kv_heads=2, head_dim=4, block
 @pytest.mark.parametrize("tokens", [0, 1, 15, 16, 17, 127, 128, 129, 1000])
 def test_pieces_cover_every_token_of_every_layer_once(tokens):
     covered = np.zeros((tokens, 30), int)
-    for piece in plan_pieces(SMOLLM2, 16, tokens):
+    for piece in plan_pieces(SMOLLM2, SMOLLM2, tokens):
         covered[piece.token_begin : piece.token_end, piece.layer_begin : piece.layer_end] += 1
     assert (covered == 1).all()
-    assert sum(piece.bytes for piece in plan_pieces(SMOLLM2, 16, tokens)) == tokens * 23_040
+    assert sum(piece.bytes for piece in plan_pieces(SMOLLM2, SMOLLM2, tokens)) == tokens * 23_040
 
 
 def test_pieces_of_a_large_model_are_cut_into_layer_groups_of_two_to_four_megabytes():
     large = KvLayout(model="m", dtype="bf16", layers=32, kv_heads=8, head_dim=128, block_tokens=16)
-    sizes = {piece.bytes for piece in plan_pieces(large, 16, 1024)}
+    sizes = {piece.bytes for piece in plan_pieces(large, large, 1024)}
     assert max(sizes) <= PIECE_BYTES
     assert min(sizes) >= 2_000_000 * 2 / 4
-    assert 2_000_000 <= max(plan_pieces(SMOLLM2, 16, 1024), key=lambda piece: piece.bytes).bytes <= PIECE_BYTES
+    assert 2_000_000 <= max(plan_pieces(SMOLLM2, SMOLLM2, 1024), key=lambda piece: piece.bytes).bytes <= PIECE_BYTES
 
 
 def test_pieces_come_by_token_range_then_by_layer_group():
     fp32 = dataclasses.replace(SMOLLM2, dtype="fp32")
-    order = [(piece.token_begin, piece.layer_begin) for piece in plan_pieces(fp32, 16, 300)]
+    order = [(piece.token_begin, piece.layer_begin) for piece in plan_pieces(fp32, fp32, 300)]
     assert order == sorted(order)
-    assert [piece.index for piece in plan_pieces(fp32, 16, 300)] == list(range(len(order)))
+    assert [piece.index for piece in plan_pieces(fp32, fp32, 300)] == list(range(len(order)))
     assert len({layer for _, layer in order}) == 2
 
 
@@ -43,20 +43,20 @@ def test_pieces_come_by_token_range_then_by_layer_group():
 @settings(max_examples=60, deadline=None)
 def test_both_sides_plan_the_same(own, peer, tokens, data):
     skip = data.draw(st.integers(0, tokens))
-    ours = plan_pieces(dataclasses.replace(TINY, block_tokens=own), peer, tokens, skip)
-    theirs = plan_pieces(dataclasses.replace(TINY, block_tokens=peer), own, tokens, skip)
-    assert ours == theirs
+    one, other = (dataclasses.replace(TINY, block_tokens=size) for size in (own, peer))
+    ours = plan_pieces(one, other, tokens, skip)
+    assert ours == plan_pieces(other, one, tokens, skip)
     assert sum(piece.bytes for piece in ours) == (tokens - skip) * TINY.token_bytes
 
 
 @pytest.mark.parametrize("skip", [-1, 11])
 def test_skipping_more_than_there_is_is_refused(skip):
     with pytest.raises(ValueError, match="skip_tokens"):
-        plan_pieces(TINY, 16, 10, skip)
+        plan_pieces(TINY, TINY, 10, skip)
 
 
 def test_another_manifest_is_named():
-    own = plan(TINY, 16, 20)
+    own = plan(TINY, TINY, 20)
     require_same_manifest(own, tokens=20, pieces=1, total_bytes=20 * TINY.token_bytes)
     with pytest.raises(LayoutMismatch, match="bytes"):
         require_same_manifest(own, tokens=20, pieces=1, total_bytes=1)
@@ -85,7 +85,7 @@ def test_gather_and_scatter_are_a_plain_copy_of_the_tokens(own, peer, tokens, dt
     for token in range(skip, tokens):
         kv = source.array[:, :, source_blocks[token // own], token % own]
         expected[:, :, target_blocks[token // peer], token % peer] = kv
-    for piece in plan_pieces(source_layout, peer, tokens, skip):
+    for piece in plan_pieces(source_layout, target_layout, tokens, skip):
         buffer = source.staging(piece.bytes + 100)
         source.gather(piece, source_blocks, buffer)
         target.scatter(piece, target_blocks, buffer)
@@ -95,7 +95,7 @@ def test_gather_and_scatter_are_a_plain_copy_of_the_tokens(own, peer, tokens, dt
 def test_a_piece_is_in_c_order_on_the_wire():
     arena = Arena(TINY, 4)
     arena.array[...] = np.arange(arena.array.size).reshape(arena.array.shape)
-    (piece,) = plan_pieces(TINY, 16, 20)
+    (piece,) = plan_pieces(TINY, TINY, 20)
     buffer = arena.staging(piece.bytes)
     arena.gather(piece, [2, 0], buffer)
     tokens = np.concatenate([arena.array[:, :, 2], arena.array[:, :, 0, :4]], axis=2)
@@ -105,7 +105,7 @@ def test_a_piece_is_in_c_order_on_the_wire():
 @pytest.mark.parametrize("block", [-1, 4])
 def test_a_block_outside_of_the_arena_is_refused(block):
     arena = Arena(TINY, 4)
-    (piece,) = plan_pieces(TINY, 16, 1)
+    (piece,) = plan_pieces(TINY, TINY, 1)
     with pytest.raises(ValueError, match="not within"):
         arena.scatter(piece, [block], arena.staging(piece.bytes))
 

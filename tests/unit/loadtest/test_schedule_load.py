@@ -41,10 +41,11 @@ def test_quick_is_less_of_the_same() -> None:
 
 
 def test_policies_of_a_cell_see_the_same_requests_and_a_seed_gives_the_same_run() -> None:
-    first, again = (run(CELL, NAMED["skewed"], 3) for _ in range(2))
+    crowded = replace(CELL, load=3.0, batch=4)
+    first, again = (run(crowded, NAMED["skewed"], 3) for _ in range(2))
     assert first == again
-    other = run(replace(CELL, policy="mlfq"), NAMED["skewed"], 3)
-    assert other.values != first.values
+    other = run(replace(crowded, policy="mlfq"), NAMED["skewed"], 3)
+    assert other.values["ttft_s"] < first.values["ttft_s"] / 2
     assert first.values["mean_jct_s"] > first.values["ttft_s"] > 0
     assert first.values["p95_jct_s"] <= first.values["p99_jct_s"]
     assert first.values["decile_jct_s"] > first.values["mean_jct_s"]

@@ -29,7 +29,14 @@ class UsedSender:
     """A sender whose every id was used or released before."""
 
     def offer(
-        self, transfer_id: str, tokens: int, blocks: Sequence[int], limit_s: float, on_released: Callable[[str], object]
+        self,
+        transfer_id: str,
+        tokens: int,
+        blocks: Sequence[int],
+        limit_s: float,
+        on_released: Callable[[str], object],
+        *,
+        lease_s: float,
     ) -> None:
         raise TransferUsed(f"transfer {transfer_id} was used before")
 

@@ -161,13 +161,30 @@ def test_auto_starts_first_come_first_served_and_says_when_it_turns() -> None:
 
 
 def test_auto_stays_where_it_is_between_its_two_bounds_with_few_completions_and_without_a_queue() -> None:
-    assert LEAVE < 1 < ENTER
+    assert LEAVE <= 1 < ENTER
     even, few, idle = (Auto(Mlfq(step_s=1.0)) for _ in range(3))
     completed(even, EVEN)
     completed(few, shuffled(SKEWED)[: LEAST - 1])
     completed(idle, shuffled(SKEWED), waiting=0)
     assert [policy.mode for policy in (even, few, idle)] == ["fcfs"] * 3
     assert EVERY < LEAST
+
+
+def test_auto_turns_when_a_flood_leaves_another_tenant_behind_its_share() -> None:
+    policy = Auto(Mlfq(step_s=1.0))
+    for index in range(400):
+        policy.arrive(Job(key=f"flood {index}", first_step_s=1.0, tenant="flood"), 0.0)
+    policy.arrive(Job(key="light", first_step_s=1.0, tenant="light"), 0.0)
+    for index in range(300):
+        if policy.mode == "mlfq":
+            break
+        (key,) = policy.choose(1, float(index))
+        policy.ran([key], 10.0, index + 1.0, tokens=10)
+        policy.finish(key)
+    assert 512 * 2 < index * 10 < 512 * 2 + 200
+    policy.choose(1, 400.0)
+    detail = next(change.detail for change in policy.take_changes() if change.what == "mode")
+    assert detail.endswith("a tenant behind its share")
 
 
 def test_auto_does_not_learn_from_what_was_cancelled() -> None:

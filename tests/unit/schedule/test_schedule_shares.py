@@ -108,8 +108,8 @@ def test_tenants_that_left_are_forgotten() -> None:
 
 
 def test_a_tenant_behind_its_share_keeps_the_top_whatever_the_others_send() -> None:
-    """Without that its long request would sink below all that the other sends anew, and only starving would help."""
-    policy = Mlfq(step_s=1.0, starvation_s=math.inf)
+    """Without that its long request would run once for each time that it starves, 20 times in all."""
+    policy = Mlfq(step_s=1.0, starvation_s=20.0)
     policy.arrive(Job(key="light", first_step_s=1.0, tenant="light"), 0.0)
     ran = Counter[str]()
     for at in range(400):

@@ -38,7 +38,7 @@ class PullRequest(_message.Message):
 
     @_builtins.property
     def acknowledge(self) -> Global___PullAcknowledge:
-        """Everything arrived and is in place; the sender may free it."""
+        """Everything arrived and is in place; when that was said of every part, the sender frees them."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class PullOpen(_message.Message):
 
     @_builtins.property
     def layout(self) -> _worker_pb2.KvLayout:
-        """The receiver's layout; must describe the same model."""
+        """The receiver's layout; must describe the same model. Shard and block size may differ from the sender's."""
 
     def __init__(
         self,
@@ -245,7 +245,9 @@ class PullSent(_message.Message):
     with the reason.
     """
     crc32: _builtins.int
-    """CRC-32 of its bytes; absent where the sender does not compute it."""
+    """Checksum of its bytes: as rows of 512 little-endian uint64, CRC-32 over what is left after the last whole row, then
+    the sums (modulo 2^64) of the columns, then those of the rows. Absent where the sender does not compute it.
+    """
     def __init__(
         self,
         *,
@@ -339,3 +341,113 @@ class ReleaseResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReleaseResponse: _TypeAlias = ReleaseResponse  # noqa: Y015
+
+@_typing.final
+class RenewRequest(_message.Message):
+    """Keeps a hand-off."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSFER_ID_FIELD_NUMBER: _builtins.int
+    SENDER_FIELD_NUMBER: _builtins.int
+    transfer_id: _builtins.str
+    """Names the hand-off."""
+    @_builtins.property
+    def sender(self) -> _worker_pb2.WorkerRef:
+        """The sender that is meant."""
+
+    def __init__(
+        self,
+        *,
+        transfer_id: _builtins.str = ...,
+        sender: _worker_pb2.WorkerRef | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sender", b"sender"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sender", b"sender", "transfer_id", b"transfer_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RenewRequest: _TypeAlias = RenewRequest  # noqa: Y015
+
+@_typing.final
+class RenewResponse(_message.Message):
+    """How long it is kept now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REMAINING_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def remaining(self) -> _duration_pb2.Duration:
+        """Until the lease ends, from the sending of this message. Zero: not offered yet, so nothing can end."""
+
+    def __init__(
+        self,
+        *,
+        remaining: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["remaining", b"remaining"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["remaining", b"remaining"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RenewResponse: _TypeAlias = RenewResponse  # noqa: Y015
+
+@_typing.final
+class JoinRequest(_message.Message):
+    """From the receiver."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SENDER_FIELD_NUMBER: _builtins.int
+    RECEIVER_INCARNATION_FIELD_NUMBER: _builtins.int
+    receiver_incarnation: _builtins.str
+    """Incarnation of the receiver."""
+    @_builtins.property
+    def sender(self) -> _worker_pb2.WorkerRef:
+        """The sender that is meant."""
+
+    def __init__(
+        self,
+        *,
+        sender: _worker_pb2.WorkerRef | None = ...,
+        receiver_incarnation: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sender", b"sender"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["receiver_incarnation", b"receiver_incarnation", "sender", b"sender"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JoinRequest: _TypeAlias = JoinRequest  # noqa: Y015
+
+@_typing.final
+class JoinResponse(_message.Message):
+    """From the sender, once; the stream then stays open while it answers the probe."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_ADDRESS_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    TAG_BASE_FIELD_NUMBER: _builtins.int
+    data_address: _builtins.bytes
+    """Where the receiver connects its data plane to; opaque to everyone but the transport."""
+    transport: _builtins.str
+    """Transport of that address, for example "ucx"."""
+    tag_base: _builtins.int
+    """The probe's tags are [tag_base, tag_base + 65,536). Never reused."""
+    def __init__(
+        self,
+        *,
+        data_address: _builtins.bytes = ...,
+        transport: _builtins.str = ...,
+        tag_base: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_address", b"data_address", "tag_base", b"tag_base", "transport", b"transport"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JoinResponse: _TypeAlias = JoinResponse  # noqa: Y015

@@ -45,6 +45,16 @@ class KvTransferServiceStub:
                 request_serializer=diptych_dot_v1_dot_kv__transfer__pb2.ReleaseRequest.SerializeToString,
                 response_deserializer=diptych_dot_v1_dot_kv__transfer__pb2.ReleaseResponse.FromString,
                 _registered_method=True)
+        self.Renew = channel.unary_unary(
+                '/diptych.v1.KvTransferService/Renew',
+                request_serializer=diptych_dot_v1_dot_kv__transfer__pb2.RenewRequest.SerializeToString,
+                response_deserializer=diptych_dot_v1_dot_kv__transfer__pb2.RenewResponse.FromString,
+                _registered_method=True)
+        self.Join = channel.unary_stream(
+                '/diptych.v1.KvTransferService/Join',
+                request_serializer=diptych_dot_v1_dot_kv__transfer__pb2.JoinRequest.SerializeToString,
+                response_deserializer=diptych_dot_v1_dot_kv__transfer__pb2.JoinResponse.FromString,
+                _registered_method=True)
 
 
 class KvTransferServiceServicer:
@@ -52,11 +62,13 @@ class KvTransferServiceServicer:
     """
 
     def Pull(self, request_iterator, context):
-        """Pulls one hand-off. The receiver opens, is accepted, posts receives and says how many; the sender sends only what was
-        posted. The stream is the transfer's life: when it breaks, both sides drain and free. A Pull that arrives before its
-        Prefill waits for it, up to the caller's deadline.
-        NOT_FOUND: unknown or expired. FAILED_PRECONDITION: another incarnation, another layout, or already pulled.
-        ABORTED: the prefill failed or was cancelled. Not idempotent: a hand-off is used once.
+        """Pulls one hand-off; between differently sharded workers, the part of it that the two layouts have in common. The
+        receiver opens, is accepted, posts receives and says how many; the sender sends only what was posted. The stream is
+        the transfer's life: when it breaks, both sides drain and free. A Pull that arrives before its Prefill waits for it,
+        up to the caller's deadline.
+        NOT_FOUND: unknown or expired. FAILED_PRECONDITION: another incarnation, a layout that does not fit or shares nothing,
+        or that part was pulled already. ABORTED: the prefill failed or was cancelled, or the pull of another part failed. Not
+        idempotent: every part of a hand-off is used once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -65,6 +77,25 @@ class KvTransferServiceServicer:
     def Release(self, request, context):
         """Gives a hand-off up that is not being pulled: its KV is freed, and a later Prefill or Pull with that id fails.
         Idempotent; unknown ids are fine.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Renew(self, request, context):
+        """Keeps a hand-off for a receiver that has no room for it yet: KV that is neither pulled nor renewed is freed when its
+        lease ends, long before the limit of the hand-off if its receiver is dead. Fine before the Prefill has come.
+        NOT_FOUND: expired. FAILED_PRECONDITION: another incarnation, or used. ABORTED: the prefill failed, or it was released.
+        Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Join(self, request, context):
+        """Two workers meet: invites the receiver, then takes part in the probe of the data plane between them (latency,
+        bandwidth, bytes compared), which the receiver leads, and ends with it. Touches no KV. May be repeated.
+        FAILED_PRECONDITION: another incarnation. DEADLINE_EXCEEDED, UNAVAILABLE, ABORTED: the probe failed, and nothing else.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -82,6 +113,16 @@ def add_KvTransferServiceServicer_to_server(servicer, server):
                     servicer.Release,
                     request_deserializer=diptych_dot_v1_dot_kv__transfer__pb2.ReleaseRequest.FromString,
                     response_serializer=diptych_dot_v1_dot_kv__transfer__pb2.ReleaseResponse.SerializeToString,
+            ),
+            'Renew': grpc.unary_unary_rpc_method_handler(
+                    servicer.Renew,
+                    request_deserializer=diptych_dot_v1_dot_kv__transfer__pb2.RenewRequest.FromString,
+                    response_serializer=diptych_dot_v1_dot_kv__transfer__pb2.RenewResponse.SerializeToString,
+            ),
+            'Join': grpc.unary_stream_rpc_method_handler(
+                    servicer.Join,
+                    request_deserializer=diptych_dot_v1_dot_kv__transfer__pb2.JoinRequest.FromString,
+                    response_serializer=diptych_dot_v1_dot_kv__transfer__pb2.JoinResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -139,6 +180,60 @@ class KvTransferService:
             '/diptych.v1.KvTransferService/Release',
             diptych_dot_v1_dot_kv__transfer__pb2.ReleaseRequest.SerializeToString,
             diptych_dot_v1_dot_kv__transfer__pb2.ReleaseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Renew(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/diptych.v1.KvTransferService/Renew',
+            diptych_dot_v1_dot_kv__transfer__pb2.RenewRequest.SerializeToString,
+            diptych_dot_v1_dot_kv__transfer__pb2.RenewResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Join(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/diptych.v1.KvTransferService/Join',
+            diptych_dot_v1_dot_kv__transfer__pb2.JoinRequest.SerializeToString,
+            diptych_dot_v1_dot_kv__transfer__pb2.JoinResponse.FromString,
             options,
             channel_credentials,
             insecure,

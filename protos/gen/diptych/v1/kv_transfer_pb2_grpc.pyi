@@ -34,15 +34,28 @@ class KvTransferServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> KvTransferServiceAsyncStub: ...
     Pull: _grpc.StreamStreamMultiCallable[_kv_transfer_pb2.PullRequest, _kv_transfer_pb2.PullResponse]
-    """Pulls one hand-off. The receiver opens, is accepted, posts receives and says how many; the sender sends only what was
-    posted. The stream is the transfer's life: when it breaks, both sides drain and free. A Pull that arrives before its
-    Prefill waits for it, up to the caller's deadline.
-    NOT_FOUND: unknown or expired. FAILED_PRECONDITION: another incarnation, another layout, or already pulled.
-    ABORTED: the prefill failed or was cancelled. Not idempotent: a hand-off is used once.
+    """Pulls one hand-off; between differently sharded workers, the part of it that the two layouts have in common. The
+    receiver opens, is accepted, posts receives and says how many; the sender sends only what was posted. The stream is
+    the transfer's life: when it breaks, both sides drain and free. A Pull that arrives before its Prefill waits for it,
+    up to the caller's deadline.
+    NOT_FOUND: unknown or expired. FAILED_PRECONDITION: another incarnation, a layout that does not fit or shares nothing,
+    or that part was pulled already. ABORTED: the prefill failed or was cancelled, or the pull of another part failed. Not
+    idempotent: every part of a hand-off is used once.
     """
     Release: _grpc.UnaryUnaryMultiCallable[_kv_transfer_pb2.ReleaseRequest, _kv_transfer_pb2.ReleaseResponse]
     """Gives a hand-off up that is not being pulled: its KV is freed, and a later Prefill or Pull with that id fails.
     Idempotent; unknown ids are fine.
+    """
+    Renew: _grpc.UnaryUnaryMultiCallable[_kv_transfer_pb2.RenewRequest, _kv_transfer_pb2.RenewResponse]
+    """Keeps a hand-off for a receiver that has no room for it yet: KV that is neither pulled nor renewed is freed when its
+    lease ends, long before the limit of the hand-off if its receiver is dead. Fine before the Prefill has come.
+    NOT_FOUND: expired. FAILED_PRECONDITION: another incarnation, or used. ABORTED: the prefill failed, or it was released.
+    Idempotent.
+    """
+    Join: _grpc.UnaryStreamMultiCallable[_kv_transfer_pb2.JoinRequest, _kv_transfer_pb2.JoinResponse]
+    """Two workers meet: invites the receiver, then takes part in the probe of the data plane between them (latency,
+    bandwidth, bytes compared), which the receiver leads, and ends with it. Touches no KV. May be repeated.
+    FAILED_PRECONDITION: another incarnation. DEADLINE_EXCEEDED, UNAVAILABLE, ABORTED: the probe failed, and nothing else.
     """
 
 @_typing.type_check_only
@@ -51,15 +64,28 @@ class KvTransferServiceAsyncStub(KvTransferServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Pull: _aio.StreamStreamMultiCallable[_kv_transfer_pb2.PullRequest, _kv_transfer_pb2.PullResponse]  # type: ignore[assignment]
-    """Pulls one hand-off. The receiver opens, is accepted, posts receives and says how many; the sender sends only what was
-    posted. The stream is the transfer's life: when it breaks, both sides drain and free. A Pull that arrives before its
-    Prefill waits for it, up to the caller's deadline.
-    NOT_FOUND: unknown or expired. FAILED_PRECONDITION: another incarnation, another layout, or already pulled.
-    ABORTED: the prefill failed or was cancelled. Not idempotent: a hand-off is used once.
+    """Pulls one hand-off; between differently sharded workers, the part of it that the two layouts have in common. The
+    receiver opens, is accepted, posts receives and says how many; the sender sends only what was posted. The stream is
+    the transfer's life: when it breaks, both sides drain and free. A Pull that arrives before its Prefill waits for it,
+    up to the caller's deadline.
+    NOT_FOUND: unknown or expired. FAILED_PRECONDITION: another incarnation, a layout that does not fit or shares nothing,
+    or that part was pulled already. ABORTED: the prefill failed or was cancelled, or the pull of another part failed. Not
+    idempotent: every part of a hand-off is used once.
     """
     Release: _aio.UnaryUnaryMultiCallable[_kv_transfer_pb2.ReleaseRequest, _kv_transfer_pb2.ReleaseResponse]  # type: ignore[assignment]
     """Gives a hand-off up that is not being pulled: its KV is freed, and a later Prefill or Pull with that id fails.
     Idempotent; unknown ids are fine.
+    """
+    Renew: _aio.UnaryUnaryMultiCallable[_kv_transfer_pb2.RenewRequest, _kv_transfer_pb2.RenewResponse]  # type: ignore[assignment]
+    """Keeps a hand-off for a receiver that has no room for it yet: KV that is neither pulled nor renewed is freed when its
+    lease ends, long before the limit of the hand-off if its receiver is dead. Fine before the Prefill has come.
+    NOT_FOUND: expired. FAILED_PRECONDITION: another incarnation, or used. ABORTED: the prefill failed, or it was released.
+    Idempotent.
+    """
+    Join: _aio.UnaryStreamMultiCallable[_kv_transfer_pb2.JoinRequest, _kv_transfer_pb2.JoinResponse]  # type: ignore[assignment]
+    """Two workers meet: invites the receiver, then takes part in the probe of the data plane between them (latency,
+    bandwidth, bytes compared), which the receiver leads, and ends with it. Touches no KV. May be repeated.
+    FAILED_PRECONDITION: another incarnation. DEADLINE_EXCEEDED, UNAVAILABLE, ABORTED: the probe failed, and nothing else.
     """
 
 class KvTransferServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -71,11 +97,13 @@ class KvTransferServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_kv_transfer_pb2.PullRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_kv_transfer_pb2.PullResponse], _abc.AsyncIterator[_kv_transfer_pb2.PullResponse]]:
-        """Pulls one hand-off. The receiver opens, is accepted, posts receives and says how many; the sender sends only what was
-        posted. The stream is the transfer's life: when it breaks, both sides drain and free. A Pull that arrives before its
-        Prefill waits for it, up to the caller's deadline.
-        NOT_FOUND: unknown or expired. FAILED_PRECONDITION: another incarnation, another layout, or already pulled.
-        ABORTED: the prefill failed or was cancelled. Not idempotent: a hand-off is used once.
+        """Pulls one hand-off; between differently sharded workers, the part of it that the two layouts have in common. The
+        receiver opens, is accepted, posts receives and says how many; the sender sends only what was posted. The stream is
+        the transfer's life: when it breaks, both sides drain and free. A Pull that arrives before its Prefill waits for it,
+        up to the caller's deadline.
+        NOT_FOUND: unknown or expired. FAILED_PRECONDITION: another incarnation, a layout that does not fit or shares nothing,
+        or that part was pulled already. ABORTED: the prefill failed or was cancelled, or the pull of another part failed. Not
+        idempotent: every part of a hand-off is used once.
         """
 
     @_abc_1.abstractmethod
@@ -86,6 +114,29 @@ class KvTransferServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_kv_transfer_pb2.ReleaseResponse, _abc.Awaitable[_kv_transfer_pb2.ReleaseResponse]]:
         """Gives a hand-off up that is not being pulled: its KV is freed, and a later Prefill or Pull with that id fails.
         Idempotent; unknown ids are fine.
+        """
+
+    @_abc_1.abstractmethod
+    def Renew(
+        self,
+        request: _kv_transfer_pb2.RenewRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kv_transfer_pb2.RenewResponse, _abc.Awaitable[_kv_transfer_pb2.RenewResponse]]:
+        """Keeps a hand-off for a receiver that has no room for it yet: KV that is neither pulled nor renewed is freed when its
+        lease ends, long before the limit of the hand-off if its receiver is dead. Fine before the Prefill has come.
+        NOT_FOUND: expired. FAILED_PRECONDITION: another incarnation, or used. ABORTED: the prefill failed, or it was released.
+        Idempotent.
+        """
+
+    @_abc_1.abstractmethod
+    def Join(
+        self,
+        request: _kv_transfer_pb2.JoinRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_kv_transfer_pb2.JoinResponse], _abc.AsyncIterator[_kv_transfer_pb2.JoinResponse]]:
+        """Two workers meet: invites the receiver, then takes part in the probe of the data plane between them (latency,
+        bandwidth, bytes compared), which the receiver leads, and ends with it. Touches no KV. May be repeated.
+        FAILED_PRECONDITION: another incarnation. DEADLINE_EXCEEDED, UNAVAILABLE, ABORTED: the probe failed, and nothing else.
         """
 
 def add_KvTransferServiceServicer_to_server(servicer: KvTransferServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -257,6 +257,7 @@ class WorkerView(_message.Message):
     LEVEL_REQUESTS_FIELD_NUMBER: _builtins.int
     SWAPPED_REQUESTS_FIELD_NUMBER: _builtins.int
     SCHEDULE_FIELD_NUMBER: _builtins.int
+    LINKS_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     """What it does."""
     state: Global___WorkerState.ValueType
@@ -301,6 +302,10 @@ class WorkerView(_message.Message):
     def level_requests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Requests by level of its schedule, the top first. Schedules without levels have one."""
 
+    @_builtins.property
+    def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___Link]:
+        """What the data plane from each prefill worker to this one can do, measured when the two met. Of decode workers."""
+
     def __init__(
         self,
         *,
@@ -320,14 +325,67 @@ class WorkerView(_message.Message):
         level_requests: _abc.Iterable[_builtins.int] | None = ...,
         swapped_requests: _builtins.int = ...,
         schedule: _builtins.str = ...,
+        links: _abc.Iterable[Global___Link] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "heartbeat_age", b"heartbeat_age", "prefill_fit", b"prefill_fit", "ref", b"ref", "step_fit", b"step_fit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "blocks", b"blocks", "context_tokens", b"context_tokens", "heartbeat_age", b"heartbeat_age", "level_requests", b"level_requests", "model", b"model", "prefill_fit", b"prefill_fit", "queued_tokens", b"queued_tokens", "ref", b"ref", "role", b"role", "running", b"running", "schedule", b"schedule", "state", b"state", "step_fit", b"step_fit", "swapped_requests", b"swapped_requests", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "blocks", b"blocks", "context_tokens", b"context_tokens", "heartbeat_age", b"heartbeat_age", "level_requests", b"level_requests", "links", b"links", "model", b"model", "prefill_fit", b"prefill_fit", "queued_tokens", b"queued_tokens", "ref", b"ref", "role", b"role", "running", b"running", "schedule", b"schedule", "state", b"state", "step_fit", b"step_fit", "swapped_requests", b"swapped_requests", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerView: _TypeAlias = WorkerView  # noqa: Y015
+
+@_typing.final
+class Link(_message.Message):
+    """A connection of the data plane, from the peer to the worker that says so."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PEER_FIELD_NUMBER: _builtins.int
+    PEER_INCARNATION_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    LANES_FIELD_NUMBER: _builtins.int
+    BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    ROUND_TRIP_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    WARNING_FIELD_NUMBER: _builtins.int
+    peer: _builtins.str
+    """Name of the peer."""
+    peer_incarnation: _builtins.str
+    """Incarnation of the peer: what was measured holds for this life of it."""
+    transport: _builtins.str
+    """Transport, for example "ucx"."""
+    lanes: _builtins.str
+    """What carries it, transport/device, for example "tcp/eth0" or "cuda_ipc/cuda,rc_mlx5/mlx5_0:1"."""
+    bytes_per_s: _builtins.float
+    """KV bytes a second, with several messages in flight."""
+    error: _builtins.str
+    """Why the probe failed; nothing was measured then. Transfers may work all the same."""
+    warning: _builtins.str
+    """Why a faster transport than this one was to be expected."""
+    @_builtins.property
+    def round_trip(self) -> _duration_pb2.Duration:
+        """Of a small message and its answer."""
+
+    def __init__(
+        self,
+        *,
+        peer: _builtins.str = ...,
+        peer_incarnation: _builtins.str = ...,
+        transport: _builtins.str = ...,
+        lanes: _builtins.str = ...,
+        bytes_per_s: _builtins.float = ...,
+        round_trip: _duration_pb2.Duration | None = ...,
+        error: _builtins.str = ...,
+        warning: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["round_trip", b"round_trip"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_s", b"bytes_per_s", "error", b"error", "lanes", b"lanes", "peer", b"peer", "peer_incarnation", b"peer_incarnation", "round_trip", b"round_trip", "transport", b"transport", "warning", b"warning"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Link: _TypeAlias = Link  # noqa: Y015
 
 @_typing.final
 class KvLayout(_message.Message):

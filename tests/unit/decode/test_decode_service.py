@@ -1,0 +1,114 @@
+"""The shell around the decode core: a request that waits for blocks keeps its hand-off, as long as it waits."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import cast
+
+import pytest
+from diptych.v1 import worker_pb2
+
+from kvtransfer import Received as Arrived
+from services.decode.hand_off import HandOff, Puller
+from services.decode.messages import Cancel, Command, Drained, Received, Reserved, Submit, TransferFailed
+from services.decode.service import DecodeService
+from services.engine.sampling_spec import SamplingSpec
+from services.errors import HandOffLost
+
+KEY = "r#0"
+ARRIVED = Arrived(
+    first_token_id=7, finished=None, bytes=1, pieces=1, duration_s=0.1, exposed_s=0.0, wire_s=0.1, transport="memory"
+)
+
+
+class FakePuller:
+    """Notes what it is asked for. `lost` ends the renewals; a pull waits for `arrive`."""
+
+    def __init__(self) -> None:
+        self.keeping = 0
+        self.released: list[str] = []
+        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.arrive = asyncio.Event()
+
+    async def keep(self, hand_off: HandOff) -> None:
+        self.keeping += 1
+        try:
+            await asyncio.shield(self.lost)
+        finally:
+            self.keeping -= 1
+
+    async def pull(self, hand_off: HandOff, blocks: tuple[int, ...], **limits: float) -> Arrived:
+        await self.arrive.wait()
+        return ARRIVED
+
+    async def release(self, hand_off: HandOff) -> None:
+        self.released.append(hand_off.transfer_id)
+
+
+class Commands:
+    """A step thread that only takes notes."""
+
+    def __init__(self) -> None:
+        self.taken: list[Command] = []
+        self.came = asyncio.Event()
+
+    def submit(self, command: Command) -> None:
+        self.taken.append(command)
+        self.came.set()
+
+    async def next(self) -> Command:
+        self.came.clear()
+        await asyncio.wait_for(self.came.wait(), 1)
+        return self.taken[-1]
+
+
+async def waiting() -> tuple[DecodeService, FakePuller, Commands]:
+    puller, commands = FakePuller(), Commands()
+    service = DecodeService(cast(Puller, puller))
+    service.attach(commands)
+    submit = Submit(
+        key=KEY,
+        token_ids=(1, 2),
+        sampling=SamplingSpec(),
+        max_new_tokens=4,
+        stop_token_ids=frozenset(),
+        local=False,
+    )
+    service.open(
+        submit, HandOff(transfer_id="t", sender=worker_pb2.WorkerRef(name="p"), deadline_s=time.monotonic() + 60)
+    )
+    await asyncio.sleep(0)
+    assert puller.keeping == 1
+    return service, puller, commands
+
+
+async def test_a_request_renews_its_hand_off_until_it_has_blocks_and_pulls() -> None:
+    service, puller, commands = await waiting()
+    service.deliver([Reserved(key=KEY, blocks=(0,), skip_tokens=0)])
+    await asyncio.sleep(0.01)
+    assert puller.keeping == 0
+    puller.arrive.set()
+    await commands.next()
+    await asyncio.sleep(0)
+    assert commands.taken[1:] == [Received(key=KEY, first_token_id=7, finish=None), Drained(KEY)]
+    service.close(KEY)
+    assert service.outstanding == 0
+
+
+async def test_a_request_that_is_closed_while_it_waits_stops_renewing_and_releases() -> None:
+    service, puller, commands = await waiting()
+    service.close(KEY)
+    await asyncio.sleep(0.01)
+    assert (puller.keeping, puller.released, service.outstanding) == (0, ["t"], 0)
+    assert commands.taken[-1] == Cancel(KEY)
+
+
+async def test_a_hand_off_that_is_over_at_the_sender_fails_the_request_before_it_has_blocks() -> None:
+    service, puller, commands = await waiting()
+    puller.lost.set_exception(HandOffLost("expired"))
+    command = await commands.next()
+    assert isinstance(command, TransferFailed)
+    with pytest.raises(HandOffLost, match="expired"):
+        raise command.error
+    service.close(KEY)
