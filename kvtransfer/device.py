@@ -102,12 +102,14 @@ class _Cuda:
         with self._device:
             return cast("Array", self._pinned(shape, dtype))
 
+    # No step that is under way touches blocks that are swapped: the copies run beside it.
+
     def save(self, blocks: Array, host: Array) -> None:
-        with self._in_turn():
+        with self._in_turn(at_once=True):
             self._cupy.ascontiguousarray(blocks).get(stream=self._stream, out=host)
 
     def restore(self, host: Array, blocks: Array) -> None:
-        with self._in_turn():
+        with self._in_turn(at_once=True):
             on_device = self._cupy.empty(host.shape, host.dtype)
             on_device.set(host, stream=self._stream)
             blocks[:] = on_device
@@ -141,15 +143,17 @@ class _Cuda:
         kernel((grid,), (_THREADS,), (arena.array, message, self._cupy.asarray(table), *where.numbers))
 
     @contextlib.contextmanager
-    def _in_turn(self) -> Iterator[None]:
+    def _in_turn(self, *, at_once: bool = False) -> Iterator[None]:
         """What is started inside runs on our stream, after everything that torch (on the default stream) was given
-        before, and is done at the end. The waiting thread sleeps: events spin unless they are told to block.
+        before unless `at_once`, and is done at the end. The waiting thread sleeps: events spin unless they are told to
+        block.
         """
         cuda = self._cupy.cuda
         with self._device, self._stream:
             before, done = (cuda.Event(block=True, disable_timing=True) for _ in range(2))
-            before.record(cuda.Stream.null)
-            self._stream.wait_event(before)
+            if not at_once:
+                before.record(cuda.Stream.null)
+                self._stream.wait_event(before)
             try:
                 yield
             finally:

@@ -18,7 +18,7 @@ LIMIT_S = 10.0
 SHOWN_TOKENS = 1_000
 
 Link = dict[str, str | float]
-Value = str | int | float | None | dict[str, float] | list[int] | list[Link]
+Value = str | int | float | None | dict[str, float] | tuple[int, ...] | list[Link]
 
 
 @click.command()
@@ -68,7 +68,7 @@ def worker_values(view: worker_pb2.WorkerView) -> dict[str, Value]:
         "waiting": view.waiting,
         "swapped": view.swapped_requests,
         "schedule": view.schedule,
-        "levels": list(view.level_requests),
+        "levels": tuple(view.level_requests),
         "heartbeat_age_s": to_seconds(view.heartbeat_age),
         "prefill_fit": None if prefill is None else asdict(prefill),
         "prefill_1000_tokens_ms": None if prefill is None else prefill.prompt_s(SHOWN_TOKENS) * 1e3,
@@ -101,7 +101,7 @@ def _table(rows: list[dict[str, Value]]) -> Table:
 def _schedule(row: dict[str, Value]) -> str:
     """Its name, and how many requests are in which of its levels, down to the last one that has any."""
     levels = row["levels"]
-    counts = list(levels) if isinstance(levels, list) else []
+    counts = list(levels) if isinstance(levels, tuple) else []
     while counts and not counts[-1]:
         counts.pop()
     return f"{row['schedule']} {'/'.join(map(str, counts))}".strip()
