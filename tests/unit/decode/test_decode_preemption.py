@@ -242,6 +242,18 @@ def test_a_request_larger_than_the_pool_is_refused_however_much_the_host_holds()
     assert finished(events) == ["a"]
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_resume_and_preempt_do_not_alternate_for_ever(mode: SwapMode) -> None:
+    """K8. With more requests than starve within their patience, each lost what it had computed again before it got a
+    token for it, and none ever ended.
+    """
+    c = core(blocks=14, chunk_tokens=5, max_batch=4, policy=mlfq(), mode=mode, host_blocks=100)
+    submits = [distinct(chr(ord("a") + i), 18, max_new_tokens=12) for i in range(20)]
+    submitted(c, submits)
+    events = run(c, Model(), steps=4000)
+    assert answers(events) == {submit.key: expected(submit) for submit in submits}
+
+
 def test_whoever_is_preempted_is_told_how_often_and_how_long_it_waited() -> None:
     c, model = core(max_batch=1, policy=mlfq()), Model()
     submitted(c, [distinct("a", 4, max_new_tokens=10), distinct("b", 4, max_new_tokens=10)])
