@@ -8,14 +8,14 @@ what is known by then, and only the rest is copied.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice
 from typing import Final
 
 from kvtransfer.blocks import BlockCounts, BlockPool, BlockState
 from services.decode.messages import Copied, Copy, Event, Reserved
 from services.decode.requests import ENDED, RESIDENT, Request, Requests, Stage
+from services.decode.residence import OnHost, Resident
 from services.engine.prefix import PrefixCache
 from services.engine.sequence import blocks_needed
 from services.schedule.policy import Change, Policy
@@ -23,8 +23,6 @@ from services.schedule.swap import Plan, SwapMode, Swapper, View
 
 SIGHT: Final = 32
 """Requests after those of the next step that are looked at for coming back ahead of need."""
-MOST_VICTIMS: Final = 96
-"""Requests of a stage that one step looks at as victims: it costs the same however many are here."""
 
 
 @dataclass(kw_only=True)
@@ -82,8 +80,8 @@ class Memory:
         view = View(
             chosen=chosen,
             upcoming=policy.upcoming(batch + SIGHT, batch, now_s) if away else (),
-            resident=_Resident(self.requests, self.pool),
-            host=_OnHost(away, self.block_tokens),
+            resident=Resident(self.requests, self.pool),
+            host=OnHost(away, self.block_tokens),
             moving=self._copies,
             needs=self._needs,
             enst_s=lambda keys: policy.enst_s(keys, batch, now_s),
@@ -274,54 +272,3 @@ class Memory:
     def _note(self, request: Request, what: str, now_s: float, blocks: Sequence[int] = ()) -> None:
         detail = f"{len(blocks) * self.swapper.block_bytes} bytes" if blocks else ""
         request.note(Change(key=request.key, what=what, at_s=now_s, detail=detail))
-
-
-class _Resident(Mapping[str, int]):
-    """Blocks that come free when a resident request leaves, counted when somebody asks: what others share stays.
-
-    Its keys are those that may leave; those that are pinned are here, too. Of very many it names some: those that came
-    first, who have had their turn, and those that came last, whose turn is far off.
-    """
-
-    def __init__(self, requests: Requests, pool: BlockPool) -> None:
-        self._stages: list[dict[str, Request]] = [requests.within(stage) for stage in RESIDENT]
-        self._pinned = requests.pinned
-        self._exclusive: Callable[[str], int] = pool.exclusive
-
-    def __getitem__(self, key: str) -> int:
-        if key not in self:
-            raise KeyError(key)
-        return self._exclusive(key)
-
-    def __contains__(self, key: object) -> bool:
-        return any(key in stage for stage in self._stages)
-
-    def __iter__(self) -> Iterator[str]:
-        for stage in self._stages:
-            if len(stage) <= MOST_VICTIMS:
-                named: Iterable[str] = stage
-            else:
-                named = chain(islice(stage, MOST_VICTIMS // 2), islice(reversed(stage), MOST_VICTIMS // 2))
-            yield from (key for key in named if key not in self._pinned)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
-class _OnHost(Mapping[str, int]):
-    """Blocks of those that are swapped, counted when somebody asks."""
-
-    def __init__(self, away: Mapping[str, Request], block_tokens: int) -> None:
-        self._away, self._block_tokens = away, block_tokens
-
-    def __getitem__(self, key: str) -> int:
-        return blocks_needed(self._away[key].saved_tokens, self._block_tokens)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._away
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._away)
-
-    def __len__(self) -> int:
-        return len(self._away)
