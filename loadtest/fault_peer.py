@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import signal
 import sys
@@ -69,6 +70,7 @@ class FaultPeer:
         self._arena, self._pool = Arena(LAYOUT, BLOCKS), BlockPool(BLOCKS)
         self._sender = Sender(self._transport, self._arena, incarnation=self._incarnation, checksums=True)
         self._receiver = Receiver(self._transport, self._arena)
+        self._places = _mixed_places(self._arena.array.shape)
         self._reused: dict[str, int] = {}
         self._damaged = 0
         self._mute = False
@@ -192,13 +194,13 @@ class FaultPeer:
         phase, action = Phase(self._options.pop("phase")), str(self._options["action"])
         faulty = FaultyControl(control, _loses_nothing)
 
-        def act() -> None:
+        async def act() -> None:
             _say("phase")
             if action == "mute":
                 self._mute = True
                 faulty.mute()
             elif action == "cut":
-                self._spawn(self._cut(side))
+                await self._cut(side)
             elif action in _SIGNALS:
                 os.kill(os.getpid(), _SIGNALS[action])
 
@@ -211,10 +213,14 @@ class FaultPeer:
         await self._transport.cut()
 
     def _write(self, blocks: tuple[int, ...], seed: int) -> None:
-        self._arena.array[:, :, list(blocks)] = _pattern(self._arena, seed)
+        self._arena.array[:, :, list(blocks)] = self._pattern(seed)
 
     def _holds(self, blocks: tuple[int, ...], seed: int) -> bool:
-        return np.array_equal(self._arena.array[:, :, list(blocks)], _pattern(self._arena, seed))
+        return np.array_equal(self._arena.array[:, :, list(blocks)], self._pattern(seed))
+
+    def _pattern(self, seed: int) -> npt.NDArray[np.uint16]:
+        """KV of a whole sequence; each value depends on its place, and all differ between seeds."""
+        return self._places ^ np.uint16(seed)
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.ensure_future(work)
@@ -231,12 +237,10 @@ def _loses_nothing(_: Message) -> bool:
     return False
 
 
-def _pattern(arena: Arena, seed: int) -> npt.NDArray[np.uint16]:
-    """KV of a whole sequence; each value depends on its place, and differs between seeds."""
-    shape = arena.array[:, :, :BLOCKS].shape
-    places = np.arange(np.prod(shape), dtype=np.uint32).reshape(shape)
-    mixed = (places + np.uint32(seed * 7_919)) * np.uint32(2_654_435_761)
-    return cast("npt.NDArray[np.uint16]", (mixed >> 16).astype(np.uint16))
+def _mixed_places(shape: tuple[int, ...]) -> npt.NDArray[np.uint16]:
+    """A number for each place of an array, without a pattern."""
+    places = np.arange(math.prod(shape), dtype=np.uint32).reshape(shape)
+    return cast("npt.NDArray[np.uint16]", (places * np.uint32(2_654_435_761) >> 16).astype(np.uint16))
 
 
 def _say(event: str, **values: object) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 from kvtransfer.messages import Accepted, Acknowledge, Control, Message, Open, Posted, Sent
@@ -19,35 +19,42 @@ class PhasedControl:
     """Calls `act` once, at `phase`.
 
     With `before`, ahead of the word that marks it, if this side says that word; else after it, and in the two phases
-    of a piece PIECE_S later, when the piece is on its way.
+    of a piece PIECE_S later, when the piece is on its way. Nothing more is said or heard until `act` is done, however
+    busy the machine is: no transfer gets past its phase.
     """
 
     def __init__(
-        self, inner: Control, side: Side, phase: Phase, act: Callable[[], None], *, before: bool = False
+        self, inner: Control, side: Side, phase: Phase, act: Callable[[], Awaitable[None]], *, before: bool = False
     ) -> None:
         self._inner, self._side, self._phase, self._act, self._before = inner, side, phase, act, before
         self._last_piece = -1
-        self._acted = False
+        self._acting: asyncio.Task[None] | None = None
 
     async def send(self, message: Message) -> None:
         """See Control."""
         self._note(message)
         marks = self._marks(message)
         if marks and (self._before or isinstance(message, Open)):
-            self._reach()
+            self._reach(0.0)
+        await self._done()
         await self._inner.send(message)
-        if marks:
-            self._reach(later=isinstance(message, Sent))
+        if marks and isinstance(message, Sent):
+            self._reach(PIECE_S)  # the piece leaves only when this has returned
+        elif marks:
+            self._reach(0.0)
+            await self._done()
 
     async def receive(self) -> Message | None:
         """See Control."""
         if self._side is Side.SENDER and self._phase is Phase.OFFERED:
-            self._reach()
+            self._reach(0.0)
+        await self._done()
         message = await self._inner.receive()
         if message is not None:
             self._note(message)
             if self._marks(message):
-                self._reach(later=isinstance(message, Sent) and not self._before)
+                self._reach(PIECE_S if isinstance(message, Sent) and not self._before else 0.0)
+        await self._done()
         return message
 
     async def close(self) -> None:
@@ -74,11 +81,14 @@ class PhasedControl:
                 return piece == self._last_piece
         return False
 
-    def _reach(self, *, later: bool = False) -> None:
-        if self._acted:
-            return
-        self._acted = True
-        if later:
-            asyncio.get_running_loop().call_later(PIECE_S, self._act)
-        else:
-            self._act()
+    def _reach(self, later_s: float) -> None:
+        if self._acting is None:
+            self._acting = asyncio.ensure_future(self._act_later(later_s))
+
+    async def _act_later(self, later_s: float) -> None:
+        await asyncio.sleep(later_s)
+        await self._act()
+
+    async def _done(self) -> None:
+        if self._acting:
+            await asyncio.wait([self._acting])

@@ -28,8 +28,8 @@ from services.cli.launch import LaunchedMesh, launched
 from services.cluster.embedded import EmbeddedRedis
 
 AWAY_S: Final = 5.0
-PROMPT_TOKENS: Final = 600
-ANSWER_TOKENS: Final = {Side.SENDER: 8, Side.RECEIVER: 120}
+PROMPT_TOKENS: Final = 400
+ANSWER_TOKENS: Final = {Side.SENDER: 8, Side.RECEIVER: 60}
 BACK_S: Final = 10.0
 """Within this of Redis's return the workers are known again and hold nothing."""
 
@@ -85,7 +85,7 @@ def _redis_away(row: Row, mesh: LaunchedMesh, redis: EmbeddedRedis) -> float:
     time.sleep(max(0.0, ended_s + AWAY_S - time.monotonic()))
     redis.start()
     back_s = time.monotonic()
-    _await_all_free(mesh, back_s + BACK_S)
+    _await_all_free(mesh, back_s)
     settled_s = time.monotonic() - back_s
     for question, expected in ((asked, text), (_Question(seed=asked.seed + 1, max_tokens=4), None)):
         answer, _ = _ask(mesh, question, lambda: None, while_computing=False)
@@ -138,13 +138,17 @@ def _ask(
     return "".join(pieces), first_s
 
 
-def _await_all_free(mesh: LaunchedMesh, end_s: float) -> None:
-    """RowFailed: at the end a worker is missing or still holds blocks."""
+def _await_all_free(mesh: LaunchedMesh, back_s: float) -> None:
+    """RowFailed: BACK_S after Redis's return at `back_s` a worker has not been heard of again, or still holds blocks.
+
+    What the scheduler remembers from before shows by its age.
+    """
     command = [sys.executable, "-m", "services.cli", "workers", "--json", f"--scheduler={mesh.scheduler}"]
     shown = ""
-    while time.monotonic() < end_s:
+    while (since_s := time.monotonic() - back_s) < BACK_S:
         shown = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False).stdout
         workers = json.loads(shown)["workers"] if shown else []
-        if len(workers) == 2 and all(each["blocks_free"] == each["blocks_total"] for each in workers):
+        idle = [each for each in workers if each["blocks_free"] == each["blocks_total"]]
+        if len(idle) == len(workers) == 2 and all(each["heartbeat_age_s"] < since_s for each in workers):
             return
     raise RowFailed(f"{BACK_S:.0f} s after Redis's return the workers are: {shown}")

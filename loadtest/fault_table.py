@@ -13,13 +13,13 @@ from enum import Enum
 from fnmatch import fnmatchcase
 from typing import Final
 
-LIMIT_S: Final = 3.0
+LIMIT_S: Final = 4.0
 """Lease of each offer and limit of each pull."""
 
 STOP_S: Final = 20.0
 """How long a stopped process stays stopped: longer than everybody else's deadline."""
 
-_NOTICE_S: Final = 3.0
+_NOTICE_S: Final = 4.0
 """A death or a broken connection is seen at once; what is on the wire then drains or is aborted."""
 
 _SILENCE_S: Final = LIMIT_S + 2.0 + 5.0 + 2.0

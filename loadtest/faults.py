@@ -20,7 +20,7 @@ from services.errors import StartError
 @click.option(
     "--rows", "pattern", default="*", show_default=True, help="Which: a glob over VICTIM/FAULT/PHASE, or some."
 )
-@click.option("--jobs", default=4, show_default=True, type=click.IntRange(1), help="Rows that run at a time.")
+@click.option("--jobs", default=3, show_default=True, type=click.IntRange(1), help="Rows that run at a time.")
 @click.option("--json", "as_json", is_flag=True, help="One line of JSON instead of the table.")
 def faults(pattern: str, jobs: int, as_json: bool) -> None:
     """The fault table of KV transfers: real processes, real kills.

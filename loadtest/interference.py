@@ -83,20 +83,20 @@ class Users:
             await asyncio.sleep(loaded_s - self._now_s())
             for number in range(int(self._load.loaded_s / self._load.every_s)):
                 await asyncio.sleep(max(0.0, loaded_s + number * self._load.every_s - self._now_s()))
-                group.create_task(self._ask(LONG_PROMPT, LONG_NEW))
+                group.create_task(self._ask(LONG_PROMPT, LONG_NEW, long=True))
         answers = tuple(a for a in self._answers if a.sent_s >= WARM_UP_S)
         return Observed(name=name, loaded_s=loaded_s, end_s=end_s, answers=answers)
 
     async def _stream_until(self, end_s: float) -> None:
         while self._now_s() < end_s:
-            await self._ask(SHORT_PROMPT, SHORT_NEW)
+            await self._ask(SHORT_PROMPT, SHORT_NEW, long=False)
 
-    async def _ask(self, prompt_tokens: int, new: int) -> None:
+    async def _ask(self, prompt_tokens: int, new: int, *, long: bool) -> None:
         prompt = self._random.choices(range(FIRST_ID, LAST_ID), k=prompt_tokens)
         sent_s = self._now_s()
         times = await arrivals(self._client, self._server, prompt, new)
         came = tuple(at_s - self._begin_s for at_s in times)
-        self._answers.append(Answer(long=new == LONG_NEW, sent_s=sent_s, arrivals_s=came, tokens=new))
+        self._answers.append(Answer(long=long, sent_s=sent_s, arrivals_s=came, tokens=new))
 
     def _now_s(self) -> float:
         return time.perf_counter() - self._begin_s

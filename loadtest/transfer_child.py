@@ -38,7 +38,7 @@ from services.engine.prefix import PrefixCache
 from services.engine.runner import open_runner
 from services.engine.sampling_spec import SamplingSpec
 from services.prefill.core import PrefillCore
-from services.prefill.messages import Command, Event, Progress, Submit
+from services.prefill.messages import Event, Progress, Submit
 from services.prefill.service import PrefillService
 from services.prefill.servicer import KvTransferServicer
 from services.prefill.worker import NICE
@@ -86,7 +86,7 @@ class BytesHandler(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # not gen
         """Knows one method."""
         if handler_call_details.method != GRPC_METHOD:
             return None
-        return grpc.unary_stream_rpc_method_handler(self._get)
+        return grpc.unary_stream_rpc_method_handler(self._get, request_deserializer=bytes)
 
     async def _get(self, request: bytes, context: BytesContext) -> AsyncIterator[bytes]:
         ready = {size: self._content[:size] for size in set(json.loads(request))}
@@ -96,11 +96,9 @@ class BytesHandler(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # not gen
 
 @dataclass(kw_only=True)
 class Prefiller:
-    """A prefill worker's step thread and shell. While `overlaps` is false, nobody hears of a prompt before its end."""
+    """A prefill worker's shell. While `overlaps` is false, nobody hears of a prompt before its end."""
 
-    card: ModelCard
     service: PrefillService
-    thread: StepThread[Command, Event]
     overlaps: bool = True
     tokens: dict[str, int] = field(default_factory=dict)
 
@@ -207,22 +205,16 @@ class Child:
                 chunk_tokens=CHUNK_TOKENS,
                 max_batch=1,
             )
-            service = PrefillService(self._doors[f"{ENGINE}/{link:g}"].sender)
-            prefiller: Prefiller
-
-            def deliver(events: Sequence[Event], link: float = link) -> None:
-                self._prefillers[link].deliver(events)
-
+            prefiller = Prefiller(service=PrefillService(self._doors[f"{ENGINE}/{link:g}"].sender))
             thread = StepThread(
                 core,
                 Executor(runner),
-                deliver=deliver,
+                deliver=prefiller.deliver,
                 on_crash=_crash,
                 cores=self._options.cores,
                 nice=NICE,
             )
-            service.attach(thread)
-            prefiller = Prefiller(card=card, service=service, thread=thread)
+            prefiller.service.attach(thread)
             self._prefillers[link] = prefiller
             thread.start()
 
@@ -244,7 +236,9 @@ class Child:
         """As many messages in flight as a transfer of ours has, out of memory that was allocated before."""
         endpoint = await self._over[link].endpoint_of(receiver, LIMIT_S)
         most = max(sizes)
-        memory = self._memory.setdefault(most, [np.ones(most, np.uint8) for _ in range(IN_FLIGHT)])
+        if most not in self._memory:
+            self._memory[most] = [np.ones(most, np.uint8) for _ in range(IN_FLIGHT)]
+        memory = self._memory[most]
         flying: list[Operation] = []
         for index, size in enumerate(sizes):
             if len(flying) == IN_FLIGHT:
@@ -254,14 +248,14 @@ class Child:
             await operation.wait(LIMIT_S)
 
     async def _offer(self, door: Door, transfer_id: str, tokens: int, pace: float) -> None:
-        """`pace`: bytes a second at which the KV becomes ready; 0: it is there."""
+        """`pace`: bytes a second at which the KV after the first chunk becomes ready; 0: it is there."""
         released = asyncio.Event()
         blocks = range(-(-tokens // BLOCK_TOKENS))
         offer = door.sender.offer(transfer_id, tokens, blocks, LIMIT_S, lambda _: released.set())
-        begin_s = time.monotonic()
-        for end in [*range(CHUNK_TOKENS, tokens, CHUNK_TOKENS), tokens] if pace else [tokens]:
+        begin_s, ends = time.monotonic(), [*range(CHUNK_TOKENS, tokens, CHUNK_TOKENS), tokens]
+        for end in ends if pace else ends[-1:]:
             if pace:
-                due_s = begin_s + end * door.arena.layout.token_bytes / pace
+                due_s = begin_s + (end - ends[0]) * door.arena.layout.token_bytes / pace
                 await asyncio.sleep(max(0.0, due_s - time.monotonic()))
             offer.advance(end)
         offer.finish(1)

@@ -97,8 +97,7 @@ class Target:
         """Tagged messages of the pieces' sizes into memory that was allocated before, as many posted as for a pull."""
         endpoint = await self._transport.connect(self._address, LIMIT_S)
         sizes = [piece.bytes for piece in pieces_of(place, tokens)]
-        most = max(sizes)
-        memory = self._memory.setdefault(most, [np.ones(most, np.uint8) for _ in range(WINDOW)])
+        memory = self._raw_memory(max(sizes))
         tag, self._raw_tag = self._raw_tag, self._raw_tag + len(sizes)
         flying: list[Operation] = []
         begin_s = time.perf_counter()
@@ -177,6 +176,11 @@ class Target:
         blocks = range(-(-tokens // BLOCK_TOKENS))
         control = CallingControl(call, sender)
         return await receiver.pull(control, opening, block_ids=blocks, tokens=tokens, timeout_s=LIMIT_S)
+
+    def _raw_memory(self, size: int) -> list[Buffer]:
+        if size not in self._memory:
+            self._memory[size] = [np.ones(size, np.uint8) for _ in range(WINDOW)]
+        return self._memory[size]
 
     def _channel(self, door: str) -> grpc.aio.Channel:
         if door not in self._channels:

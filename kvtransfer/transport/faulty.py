@@ -142,6 +142,7 @@ class FaultyEndpoint:
         sent = below.task.result()
         self._link.arrived(count, self._link.clock() - arrival_s)
         await self._wait_until(arrival_s)
+        self._raise_if_ended()
         return sent
 
     async def _cut_off(self, at_s: float) -> bool:
@@ -154,13 +155,23 @@ class FaultyEndpoint:
         if isinstance(below.error, PeerLost):
             half = int(buffer.size) // 2
             copy_from_host(self._link.noise(half), buffer[:half])
-        return below.task.result()
+        filled = below.task.result()
+        self._raise_if_ended()
+        return filled
+
+    def _raise_if_ended(self) -> None:
+        """What was not through when the connection broke here is lost, even if the slow end of the one below let it
+        pass.
+        """
+        if self._ended.done():
+            raise PeerLost("the connection is closed")
 
     async def _wait_until(self, time_s: float) -> None:
         """PeerLost: the connection broke before."""
         while (left_s := time_s - self._link.clock()) > 0:
-            if not self.alive:
-                raise PeerLost("the connection is closed")
+            if not self._inner.alive:
+                raise PeerLost("the connection to the peer is lost")
+            self._raise_if_ended()
             await asyncio.wait([self._ended], timeout=min(left_s, _LOOK_S))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 # Files that make calls.
-CLIENTS = ("peers", "kv_control", "hand_off", "client", "calls", "generate")
+CLIENTS = ("peers", "kv_control", "hand_off", "client", "calls", "generate", "transfer_child", "transfer_target")
 PACKAGES = ("kvtransfer", "services", "loadtest")
 
 

@@ -181,7 +181,7 @@ async def test_a_lost_acknowledgement_is_recovered_by_the_lease(below):
     """The receiver has its KV and may use it; the sender, who will never hear of it, frees its blocks by itself."""
     async with pair_over(below, below) as pair:
         kv = pair.fill("t", 20)
-        offer = pair.offer("t", 20, limit_s=0.4)
+        offer = pair.offer("t", 20, limit_s=2.0)
         offer.advance(20)
         offer.finish(3)
         loses = FaultyControl(pair.start_serving(), lambda message: isinstance(message, Acknowledge), for_good=True)

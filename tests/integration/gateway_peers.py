@@ -82,7 +82,7 @@ def tokens(offset: int, token_ids: Sequence[int], reason: int = 0) -> decode_pb2
 
 
 @dataclass(kw_only=True)
-class ScriptedWorker:
+class ScriptedWorker(kv_transfer_pb2_grpc.KvTransferServiceServicer):
     """A worker: prefill and decode in one server, each call played by the next script."""
 
     name: str

@@ -21,7 +21,7 @@ class Made:
         self.released: list[str] = []
         claims = Claims(Area(layer_begin=0, layer_end=2, head_begin=0, head_end=3))
         lease = Lease.grant(10.0, self.clock)
-        self.offer = Offer("t", 20, (0, 1), lease, self.clock, self.released.append, claims)
+        self.offer = Offer("t", 20, (0, 1), lease, lease, self.clock, self.released.append, claims)
 
     def clock(self) -> float:
         return 0.0
