@@ -79,7 +79,7 @@ def worker_values(view: worker_pb2.WorkerView) -> dict[str, Value]:
 
 
 def _table(rows: list[dict[str, Value]]) -> Table:
-    shown = ("name", "role", "state", "address", "incarnation", "running", "waiting", "swapped", "queued_tokens")
+    shown = ("name", "role", "state", "address", "incarnation", "running", "waiting", "queued_tokens")
     table = Table()
     for name in shown:
         table.add_column(name.replace("_", " "))
