@@ -44,7 +44,8 @@ class BlockCounts:
     """Counts of blocks; free + held + leased + swapped == total. Draining blocks are counted as held.
 
     A block of several owners counts once: as leased when all of them lease it, else as held. `cached` of the free ones
-    hold a known content, which is lost when they are allocated.
+    hold a known content, which is lost when they are allocated. `swapped` are those in host memory, which `total`
+    counts beside all of the pool's: a pool by itself has none, total − swapped is its size.
     """
 
     total: int
@@ -88,9 +89,13 @@ class BlockPool:
             count += 1
         return count
 
+    def cost(self, blocks: int, keys: Sequence[BlockKey] = ()) -> int:
+        """How many of the free blocks `allocate` with the same arguments would take."""
+        return self._taken_from_free(blocks, self._known(keys))
+
     def can_allocate(self, blocks: int, keys: Sequence[BlockKey] = ()) -> bool:
         """Says whether `allocate` with the same arguments would succeed."""
-        return self._taken_from_free(blocks, self._known(keys)) <= self._free
+        return self.cost(blocks, keys) <= self._free
 
     def allocate(self, blocks: int, owner: str, keys: Sequence[BlockKey] = ()) -> tuple[int, ...]:
         """Gives `owner`, who has none yet, that many blocks, of which the first len(keys) are those known by the keys.
@@ -167,6 +172,10 @@ class BlockPool:
     def blocks(self, owner: str) -> tuple[int, ...]:
         """The owner's blocks, in the order in which they were given."""
         return tuple(self._require(owner, *BlockState).blocks)
+
+    def exclusive(self, owner: str) -> int:
+        """How many blocks would become free with the owner's: those that nobody shares."""
+        return sum([self._references[block] == 1 for block in self._require(owner, *BlockState).blocks])
 
     def state(self, owner: str) -> BlockState | None:
         """State of the owner's blocks; None when it has none."""

@@ -35,10 +35,13 @@ ARRAY_TYPES: Final[dict[str, type[np.generic]]] = {"bf16": np.uint16, "fp32": np
 
 
 class _Backend(Protocol):
-    """Memory of one device, and the two copies of a piece between an arena's array and a message."""
+    """Memory of one device, and copies: of a piece between an arena's array and a message, of blocks to host memory."""
 
     def zeros(self, shape: tuple[int, ...], dtype: type[np.generic]) -> Array: ...
     def bytes(self, count: int, on_host: bool) -> Buffer: ...
+    def pinned(self, shape: tuple[int, ...], dtype: type[np.generic]) -> Array: ...
+    def save(self, blocks: Array, host: Array) -> None: ...
+    def restore(self, host: Array, blocks: Array) -> None: ...
     def gather(self, arena: Arena, piece: Piece, block_ids: Sequence[int], message: Buffer) -> None: ...
     def scatter(self, arena: Arena, piece: Piece, block_ids: Sequence[int], message: Buffer) -> None: ...
 
@@ -53,6 +56,15 @@ class _Cpu:
         # At the beginning of a page, as blocks mostly are in their arena: some processors copy three times slower to an
         # address that is, within its page, a little above the source's.
         return huge_pages.zeros(count) if count >= huge_pages.HUGE_PAGE_BYTES else huge_pages.page_aligned(count)
+
+    def pinned(self, shape: tuple[int, ...], dtype: type[np.generic]) -> Array:
+        return self.zeros(shape, dtype)
+
+    def save(self, blocks: Array, host: Array) -> None:
+        host[:] = blocks
+
+    def restore(self, host: Array, blocks: Array) -> None:
+        blocks[:] = host
 
     def gather(self, arena: Arena, piece: Piece, block_ids: Sequence[int], message: Buffer) -> None:
         packed, planes = _packed(arena, piece, message), _planes(arena, piece)
@@ -86,6 +98,22 @@ class _Cuda:
         with self._device:
             return cast("Buffer", (self._pinned if on_host else self._cupy.empty)(count, np.uint8))
 
+    def pinned(self, shape: tuple[int, ...], dtype: type[np.generic]) -> Array:
+        with self._device:
+            return cast("Array", self._pinned(shape, dtype))
+
+    # No step that is under way touches blocks that are swapped: the copies run beside it.
+
+    def save(self, blocks: Array, host: Array) -> None:
+        with self._in_turn(at_once=True):
+            self._cupy.ascontiguousarray(blocks).get(stream=self._stream, out=host)
+
+    def restore(self, host: Array, blocks: Array) -> None:
+        with self._in_turn(at_once=True):
+            on_device = self._cupy.empty(host.shape, host.dtype)
+            on_device.set(host, stream=self._stream)
+            blocks[:] = on_device
+
     def gather(self, arena: Arena, piece: Piece, block_ids: Sequence[int], message: Buffer) -> None:
         table = packing.block_table(arena.layout, arena.blocks, piece, block_ids)
         with self._in_turn():
@@ -115,15 +143,17 @@ class _Cuda:
         kernel((grid,), (_THREADS,), (arena.array, message, self._cupy.asarray(table), *where.numbers))
 
     @contextlib.contextmanager
-    def _in_turn(self) -> Iterator[None]:
+    def _in_turn(self, *, at_once: bool = False) -> Iterator[None]:
         """What is started inside runs on our stream, after everything that torch (on the default stream) was given
-        before, and is done at the end. The waiting thread sleeps: events spin unless they are told to block.
+        before unless `at_once`, and is done at the end. The waiting thread sleeps: events spin unless they are told to
+        block.
         """
         cuda = self._cupy.cuda
         with self._device, self._stream:
             before, done = (cuda.Event(block=True, disable_timing=True) for _ in range(2))
-            before.record(cuda.Stream.null)
-            self._stream.wait_event(before)
+            if not at_once:
+                before.record(cuda.Stream.null)
+                self._stream.wait_event(before)
             try:
                 yield
             finally:
@@ -142,28 +172,28 @@ class Arena:
         self.layout: Final = layout
         self.blocks: Final = blocks
         self.device: Final = device
-        self._backend = _backend(device)
+        self.backend: Final = _backend(device)
         heads = (layout.local_heads, layout.head_dim)
         shape = (layout.local_layers, 2, blocks, layout.block_tokens, *heads)
-        self.array: Final = self._backend.zeros(shape, ARRAY_TYPES[layout.dtype])
+        self.array: Final = self.backend.zeros(shape, ARRAY_TYPES[layout.dtype])
 
     def staging(self, count: int, *, on_host: bool = False) -> Buffer:
         """Allocates a staging buffer of `count` bytes on the arena's device; or, for a wire that cannot reach a GPU, in
         host memory that a GPU copies to and from directly (pinned).
         """
-        return self._backend.bytes(count, on_host)
+        return self.backend.bytes(count, on_host)
 
     def gather(self, piece: Piece, block_ids: Sequence[int], buffer: Buffer) -> None:
         """Copies the piece's KV out of the sequence's blocks into buffer[:piece.bytes]. Releases the GIL while
         copying. ValueError: a block is not in the arena.
         """
-        self._backend.gather(self, piece, block_ids, buffer[: piece.bytes])
+        self.backend.gather(self, piece, block_ids, buffer[: piece.bytes])
 
     def scatter(self, piece: Piece, block_ids: Sequence[int], buffer: Buffer) -> None:
         """Copies buffer[:piece.bytes] into the sequence's blocks, and touches nothing else of them. ValueError: a
         block is not in the arena.
         """
-        self._backend.scatter(self, piece, block_ids, buffer[: piece.bytes])
+        self.backend.scatter(self, piece, block_ids, buffer[: piece.bytes])
 
 
 def _packed(arena: Arena, piece: Piece, message: Buffer) -> Array:
@@ -197,6 +227,46 @@ def _runs(arena: Arena, piece: Piece, block_ids: Sequence[int]) -> Iterator[tupl
         begin = token - piece.token_begin
         yield slice(begin, begin + end - token), slice(slot, slot + end - token)
         token = end
+
+
+class HostArena:
+    """Blocks in host memory for those of an arena that have to give way: pinned where the arena is on a GPU.
+
+    `array` has the shape (blocks, layers, 2, block_tokens, kv_heads, head_dim): what a block of the arena holds lies
+    together. Copies are done when the calls return, and run without the GIL.
+    """
+
+    def __init__(self, arena: Arena, blocks: int) -> None:
+        self._arena, self._backend = arena, arena.backend
+        layers, two, _, *inner = arena.array.shape
+        self.array: Final = arena.backend.pinned((blocks, layers, two, *inner), ARRAY_TYPES[arena.layout.dtype])
+
+    def save(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
+        """Copies blocks of the arena into as many of the host."""
+        for device, host in self._pairs(blocks, host_blocks):
+            self._backend.save(device, host)
+
+    def restore(self, host_blocks: Sequence[int], blocks: Sequence[int]) -> None:
+        """Copies blocks of the host into as many of the arena."""
+        for device, host in self._pairs(blocks, host_blocks):
+            self._backend.restore(host, device)
+
+    def _pairs(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> Iterator[tuple[Array, Array]]:
+        """Views of the same shape on the arena and on the host, one pair for each run of neighbours in both."""
+        if len(blocks) != len(host_blocks):
+            raise ValueError(f"{len(blocks)} blocks of the device and {len(host_blocks)} of the host are no pairs")
+        begin = 0
+        while begin < len(blocks):
+            end = begin + 1
+            while (
+                end < len(blocks)
+                and blocks[end] == blocks[end - 1] + 1
+                and host_blocks[end] == host_blocks[end - 1] + 1
+            ):
+                end += 1
+            device = self._arena.array[:, :, blocks[begin] : blocks[begin] + end - begin]
+            yield device.transpose(2, 0, 1, 3, 4, 5), self.array[host_blocks[begin] : host_blocks[begin] + end - begin]
+            begin = end
 
 
 def copy_to_host(buffer: Buffer) -> bytes:

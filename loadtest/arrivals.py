@@ -47,9 +47,14 @@ def plan(rate: float, duration_s: float, seed: int, mix: Mix | None = None) -> t
     return tuple(
         Planned(
             at_s=at_s,
-            prompt=" ".join(rng.choices(_WORDS.split(), k=rng.randint(*mix.prompt_words))),
+            prompt=words(rng.randint(*mix.prompt_words), rng),
             max_tokens=rng.randint(*mix.max_tokens),
             seed=rng.getrandbits(32),
         )
         for at_s in poisson(rate, duration_s, rng)
     )
+
+
+def words(count: int, rng: random.Random) -> str:
+    """So many words; most vocabularies have a token for each."""
+    return " ".join(rng.choices(_WORDS.split(), k=count))

@@ -28,6 +28,8 @@ class Measured:
     gaps_s: tuple[float, ...] = ()
     total_s: float = 0.0
     tokens: int = 0
+    preemptions: int = 0
+    swapped_bytes: int = 0
     error: str = ""
 
 
@@ -58,9 +60,11 @@ async def _measure(
     sent_s = last_s = clock()
     first_token_s: float | None = None
     gaps_s: list[float] = []
-    tokens, error = 0, ""
+    tokens, error, turns = 0, "", request_pb2.Turns()
     try:
         async for message in stub.Generate(request, timeout=limit_s):
+            if message.HasField("finish"):
+                turns = message.finish.phases.turns
             count = len(message.token_ids)
             if count == 0:
                 continue
@@ -80,5 +84,7 @@ async def _measure(
         gaps_s=tuple(gaps_s),
         total_s=clock() - sent_s,
         tokens=tokens,
+        preemptions=turns.preemptions,
+        swapped_bytes=turns.swapped_bytes,
         error=error,
     )

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
@@ -22,6 +22,7 @@ from loadtest.schedule_report import rows_of, tables
 from loadtest.schedule_runs import Cell, Run, cells, run
 from loadtest.workloads import Workload, synthetic, traced
 from services.cli.tables import table_console
+from services.errors import StartError
 
 
 @click.command()
@@ -32,17 +33,32 @@ from services.cli.tables import table_console
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="A folder with azure_2023_conv.csv and azure_2023_code.csv: their traffic, too.",
 )
+@click.option("--real", is_flag=True, help="On live meshes with the real model instead: half an hour.")
+@click.option("--requests", default=300, show_default=True, type=click.IntRange(20), help="Of each --real run.")
+@click.option("--model", default="smollm2", show_default=True, help="Of --real.")
 @click.option("--quick", is_flag=True, help="Fewer loads, requests and seeds, no large batches: a minute.")
 @click.option("--jobs", default=os.cpu_count() or 1, show_default=True, type=click.IntRange(1), help="Processes.")
 @click.option("--json", "as_json", is_flag=True, help="One line of JSON instead of tables.")
 @click.option("--plot", type=click.Path(file_okay=False, path_type=Path), help="A folder for two figures (matplotlib).")
 def schedule(
-    seeds: int, names: Sequence[str], traces: Path | None, quick: bool, jobs: int, as_json: bool, plot: Path | None
+    seeds: int,
+    names: Sequence[str],
+    traces: Path | None,
+    real: bool,
+    requests: int,
+    model: str,
+    quick: bool,
+    jobs: int,
+    as_json: bool,
+    plot: Path | None,
 ) -> None:
     """First come, first served against feedback queues and what else there is, on OPT-13B on an A100.
 
     The whole run takes a quarter of an hour on two cores.
     """
+    if real:
+        _live(seeds, requests, model, as_json)
+        return
     try:
         workloads = _chosen(_every(traces), names)
     except ValueError as error:
@@ -63,6 +79,20 @@ def schedule(
 
         for path in draw(rows, plot):
             click.echo(f"drawn: {path}", err=True)
+
+
+def _live(seeds: int, requests: int, model: str, as_json: bool) -> None:
+    from loadtest.schedule_real import live_runs  # gRPC
+
+    try:
+        rows = rows_of(live_runs(seeds=seeds, count=requests, model=model, say=partial(click.echo, err=True)))
+    except (StartError, ValueError) as error:
+        raise click.ClickException(str(error)) from None
+    if as_json:
+        click.echo(json.dumps({"rows": [row.as_dict() for row in rows]}))
+        return
+    for table in tables(rows):
+        table_console().print(table)
 
 
 def _chosen(every: Mapping[str, Workload], names: Sequence[str]) -> Sequence[Workload]:

@@ -44,6 +44,7 @@ from services.prefill.servicer import KvTransferServicer
 from services.prefill.worker import NICE
 from services.process import keep_to_cores
 from services.rpc.server import RpcServer
+from services.schedule.fcfs import fcfs
 from services.worker.executor import Executor
 from services.worker.identity import Identity
 from services.worker.step_thread import StepThread
@@ -197,7 +198,12 @@ class Child:
             pool = BlockPool(arena.blocks)
             prefix = PrefixCache(pool, block_tokens=BLOCK_TOKENS, fingerprint=arena.layout.fingerprint(), enabled=False)
             core = PrefillCore(
-                pool=pool, prefix=prefix, block_tokens=BLOCK_TOKENS, chunk_tokens=CHUNK_TOKENS, max_batch=1
+                policy=fcfs(),
+                pool=pool,
+                prefix=prefix,
+                block_tokens=BLOCK_TOKENS,
+                chunk_tokens=CHUNK_TOKENS,
+                max_batch=1,
             )
             prefiller = Prefiller(service=PrefillService(self._doors[f"{ENGINE}/{link:g}"].sender))
             thread = StepThread(

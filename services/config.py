@@ -58,6 +58,12 @@ class WorkerConfig(ServiceConfig):
     prefix_cache: str = setting("on", "Whether KV of prompts that begin alike is computed once.", choices=("on", "off"))
     chunk_tokens: int = setting(256, "Most prompt tokens computed in one step.", minimum=1)
     max_batch: int = setting(64, "Most requests in one step.", minimum=1)
+    schedule: str = setting(
+        "auto",
+        "Whose turn it is: fcfs, feedback queues (mlfq, mlfq-naive), strict priorities, or auto, which is fcfs until"
+        " queues and the spread of answers' lengths make feedback queues better.",
+        choices=("auto", "fcfs", "mlfq", "mlfq-naive", "priority"),
+    )
     step_cores: str = setting("", "CPU cores of the step thread, for example 0 or 0,1; empty leaves it to the system.")
     fault: str = setting(
         "",

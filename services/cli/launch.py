@@ -83,10 +83,13 @@ def launch(
 
 @contextmanager
 def launched(
-    arguments: Sequence[str] = (), *, progress: Callable[[float], None] = lambda elapsed_s: None
+    arguments: Sequence[str] = (),
+    *,
+    progress: Callable[[float], None] = lambda elapsed_s: None,
+    environ: dict[str, str] | None = None,
 ) -> Iterator[LaunchedMesh]:
     """`launch` for the length of a block. StartError also when the mesh did not stop cleanly."""
-    mesh = launch(arguments, progress=progress)
+    mesh = launch(arguments, progress=progress, environ=environ)
     try:
         yield mesh
     finally:

@@ -28,6 +28,16 @@ class TransferValues(TypedDict):
     gigabytes_per_second: float
 
 
+class TurnValues(TypedDict):
+    """What scheduling did with a request. Seconds, bytes."""
+
+    preemptions: int
+    recomputed: int
+    swapped_bytes: int
+    waiting_s: float
+    lowest_level: int
+
+
 class PhaseValues(TypedDict):
     """Phases of a request, in seconds; None for what did not happen."""
 
@@ -44,6 +54,7 @@ class PhaseValues(TypedDict):
     decode_worker: str
     local_prefill_reason: str
     placements: int
+    turns: TurnValues | None
 
 
 def phase_values(phases: request_pb2.Phases) -> PhaseValues:
@@ -66,6 +77,7 @@ def phase_values(phases: request_pb2.Phases) -> PhaseValues:
         decode_worker=phases.decode_worker,
         local_prefill_reason=phases.local_prefill_reason,
         placements=phases.placements,
+        turns=_turn_values(phases.turns) if phases.HasField("turns") else None,
     )
 
 
@@ -77,6 +89,16 @@ def _transfer_values(report: request_pb2.TransferReport) -> TransferValues:
         duration_s=to_seconds(report.duration),
         exposed_s=to_seconds(report.exposed),
         gigabytes_per_second=report.gigabytes_per_second,
+    )
+
+
+def _turn_values(turns: request_pb2.Turns) -> TurnValues:
+    return TurnValues(
+        preemptions=turns.preemptions,
+        recomputed=turns.recomputed,
+        swapped_bytes=turns.swapped_bytes,
+        waiting_s=to_seconds(turns.waiting),
+        lowest_level=turns.lowest_level,
     )
 
 
@@ -95,6 +117,8 @@ def phase_table(usage: request_pb2.Usage, phases: PhaseValues) -> Table:
     table.add_row("first token", _ms(phases["first_token_s"]), "from arrival at the gateway")
     detail = f"{usage.completion_tokens} tokens on {phases['decode_worker']}"
     table.add_row("time per token", _ms(phases["time_per_token_s"]), detail)
+    if (turns := phases["turns"]) is not None and turns["waiting_s"]:
+        table.add_row("waiting", _ms(turns["waiting_s"]), _turns_detail(turns))
     table.add_row("total", _ms(phases["total_s"]), "")
     return table
 
@@ -114,6 +138,15 @@ def _transfer_detail(transfer: TransferValues) -> str:
         f"{transfer['bytes']:,} B in {_count(transfer['pieces'], 'piece')} over {transfer['transport']}, "
         f"{transfer['gigabytes_per_second']:.3f} GB/s, {_ms(transfer['exposed_s'])} exposed"
     )
+
+
+def _turns_detail(turns: TurnValues) -> str:
+    words = f"between steps: {_count(turns['preemptions'], 'preemption')}, lowest level {turns['lowest_level']}"
+    if turns["swapped_bytes"]:
+        words += f", {turns['swapped_bytes']:,} B swapped"
+    if turns["recomputed"]:
+        words += f", computed again {_count(turns['recomputed'], 'time')}"
+    return words
 
 
 def _count(number: int, noun: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 
 # Where nobody tells a width (a pipe, a log file), tables are not squeezed into rich's default of 80.
-UNKNOWN_WIDTH = 180
+UNKNOWN_WIDTH = 210
 
 
 def table_console(*, stderr: bool = False) -> Console:

@@ -18,7 +18,7 @@ LIMIT_S = 10.0
 SHOWN_TOKENS = 1_000
 
 Link = dict[str, str | float]
-Value = str | int | float | None | dict[str, float] | list[Link]
+Value = str | int | float | None | dict[str, float] | tuple[int, ...] | list[Link]
 
 
 @click.command()
@@ -62,9 +62,13 @@ def worker_values(view: worker_pb2.WorkerView) -> dict[str, Value]:
         "blocks_leased": blocks.leased,
         "blocks_swapped": blocks.swapped,
         "blocks_cached": blocks.cached,
+        "blocks_host": blocks.host,
         "queued_tokens": view.queued_tokens,
         "running": view.running,
         "waiting": view.waiting,
+        "swapped": view.swapped_requests,
+        "schedule": view.schedule,
+        "levels": tuple(view.level_requests),
         "heartbeat_age_s": to_seconds(view.heartbeat_age),
         "prefill_fit": None if prefill is None else asdict(prefill),
         "prefill_1000_tokens_ms": None if prefill is None else prefill.prompt_s(SHOWN_TOKENS) * 1e3,
@@ -79,18 +83,28 @@ def _table(rows: list[dict[str, Value]]) -> Table:
     table = Table()
     for name in shown:
         table.add_column(name.replace("_", " "))
-    for name in ("blocks free", "cached", "held", "leased", "heartbeat", "prefill 1,000", "step"):
+    table.add_column("schedule")
+    for name in ("blocks free", "cached", "held", "leased", "swapped", "heartbeat", "prefill 1,000", "step"):
         table.add_column(name, justify="right")
     for row in rows:
         free = f"{row['blocks_free']}/{row['blocks_total']}"
-        counts = (str(row[f"blocks_{name}"]) for name in ("cached", "held", "leased"))
+        counts = (str(row[f"blocks_{name}"]) for name in ("cached", "held", "leased", "swapped"))
         speed = (
             _predicted(row, "prefill_1000_tokens_ms", "prefill_fit"),
             _predicted(row, "step_batch_1_ms", "step_fit"),
         )
         heartbeat = f"{row['heartbeat_age_s']:.1f} s ago"
-        table.add_row(*(str(row[name]) for name in shown), free, *counts, heartbeat, *speed)
+        table.add_row(*(str(row[name]) for name in shown), _schedule(row), free, *counts, heartbeat, *speed)
     return table
+
+
+def _schedule(row: dict[str, Value]) -> str:
+    """Its name, and how many requests are in which of its levels, down to the last one that has any."""
+    levels = row["levels"]
+    counts = list(levels) if isinstance(levels, tuple) else []
+    while counts and not counts[-1]:
+        counts.pop()
+    return f"{row['schedule']} {'/'.join(map(str, counts))}".strip()
 
 
 def _links_table(rows: list[dict[str, Value]]) -> Table:

@@ -19,7 +19,10 @@ State = Literal["starting", "ready", "draining"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockCounts:
-    """KV blocks of a worker; free + held + leased + swapped == total. `cached` of the free ones hold a known prefix."""
+    """KV blocks of a worker; free + held + leased + swapped == total. `cached` of the free ones hold a known prefix.
+
+    `swapped` are in host memory, total − swapped is the pool. `host`: what may be placed beyond the pool.
+    """
 
     total: int = 0
     free: int = 0
@@ -27,6 +30,7 @@ class BlockCounts:
     leased: int = 0
     swapped: int = 0
     cached: int = 0
+    host: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,13 +64,21 @@ class WorkerRecord:
     queued_tokens: int = 0  # prompt tokens accepted and not computed yet
     running: int = 0  # requests
     waiting: int = 0  # requests
+    swapped: int = 0  # of the waiting requests: their KV is on the host
+    levels: tuple[int, ...] = ()  # requests by level of the schedule, the top first
+    schedule: str = ""  # by name
     latency: Latency = field(default_factory=Latency)  # what it has learned about its own speed
     links: tuple[Link, ...] = ()  # from peers that live, at most MAX_LINKS
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens its KV blocks can hold."""
-        return self.blocks.total * self.block_tokens
+        """Tokens its KV pool can hold."""
+        return (self.blocks.total - self.blocks.swapped) * self.block_tokens
+
+    @property
+    def placed_tokens(self) -> int:
+        """Most tokens that should be placed on it: where running requests give way, host memory counts."""
+        return self.capacity_tokens + self.blocks.host * self.block_tokens
 
     @property
     def idle(self) -> bool:
@@ -102,6 +114,9 @@ def from_json(text: str) -> WorkerRecord:
         queued_tokens=_count(fields, "queued_tokens"),
         running=_count(fields, "running"),
         waiting=_count(fields, "waiting"),
+        swapped=_count(fields, "swapped"),
+        levels=_counts(fields, "levels"),
+        schedule=_text(fields, "schedule"),
         latency=latency_from(fields.get("latency")),
         links=_links(fields.get("links", [])),
     )
@@ -144,3 +159,10 @@ def _count(fields: Mapping[str, object], name: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise ValueError(f"{name}: {value!r} is not a count")
     return value
+
+
+def _counts(fields: Mapping[str, object], name: str) -> tuple[int, ...]:
+    values = fields.get(name)
+    if not isinstance(values, list):
+        raise ValueError(f"{name}: {values!r} is not a list of counts")
+    return tuple(_count({name: value}, name) for value in values)

@@ -1,96 +1,87 @@
 """The decode worker's state machine: plain synchronous code, no clock, no network, no torch.
 
 Life of a request here
-    WAITING     submitted; first come, first served. Waits for blocks: its tokens so far and some room to grow.
+    WAITING     submitted. Waits for its turn and for blocks: its tokens so far and some room to grow.
     RECEIVING   (hand-off only) holds its blocks; `Reserved` was reported and the shell pulls the KV into them, except
                 that of a prefix known here: its blocks are shared and never written.
     COMPUTING   (local prefill only) its pending tokens, those after a known prefix, are computed in chunks under a
                 token budget, in the same steps as everybody's decoding.
-    RUNNING     one token per step, reported as `Tokens`.
+    RUNNING     one token in every step that is its turn, reported as `Tokens`.
                 Received or computed, a block is registered for others as soon as it is full.
+    LEAVING     its KV is copied to the host (`Copy`); afterwards its blocks are free and it is
+    SWAPPED     until there is room for it again, ahead of its turn if that can be, when it is
+    RETURNING   copied back, and goes on where it was.
     ended       `Finished` or `Failed` was reported, its blocks are free, it is forgotten.
     DRAINING    cancelled or failed while RECEIVING: late bytes may still arrive, so the blocks stay until `Drained`.
+    ENDING      cancelled while LEAVING or RETURNING: the copy goes on, so the blocks, here and on the host, stay until
+                its `Copied`.
 
-    The hand-off is used once. `Received` carries the first token; if that ended the request, nothing is decoded.
-    Out of blocks: the youngest request gives its blocks up and goes back to WAITING with everything it has as tokens to
-    compute again (it never waits for KV that was consumed). The oldest of those that run gives way last, and one
-    request always fits into the pool, so every step with runnable work yields a token.
-    Cancel, in any stage, frees within a step. Deadlines and the loss of the peer reach this core as `Cancel` or
-    `TransferFailed`.
+    Between two steps, and only there, the policy says whose turn it is (`order`, `batch`), and the swapper who has
+    to give way for it (`memory`): swapped out, or, where that costs more, back to WAITING with everything it has as
+    tokens to compute again. It never waits for KV that was consumed: the hand-off is used once. `Received` carries the
+    first token; if that ended the request, nothing is decoded.
+    Who had to give way once keeps the memory that it begins to use again until it has got a token for it, so that
+    giving way and coming back do not alternate for ever. One request always fits into the pool; when nobody can run and
+    nothing is under way that would change it, all others give way to the first in order. So every step with runnable
+    work brings somebody on.
+    Cancel, in any stage, frees within a step, or with the end of the copy that is under way. Deadlines and the loss of
+    the peer reach this core as `Cancel` or `TransferFailed`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
-from kvtransfer.blocks import BlockPool, BlockState
+from services.decode.batch import Batch
+from services.decode.memory import Memory
 from services.decode.messages import (
     Began,
     Cancel,
     Command,
+    Copied,
     Drained,
     Event,
     Failed,
     Finished,
     Received,
-    Reserved,
     Submit,
     Tokens,
     TransferFailed,
 )
-from services.engine.prefix import PrefixCache
-from services.engine.sampling_spec import TokenLogprobs
-from services.engine.sequence import FinishReason, TokenSequence, blocks_needed, finish_reason
+from services.decode.order import Order
+from services.decode.requests import ENDED, MOVING, RESIDENT, Request, Stage
+from services.engine.sequence import FinishReason, blocks_needed, finish_reason
 from services.errors import DiptychError, NotAdmitted
+from services.latency import Latency
+from services.schedule.policy import Policy
+from services.worker.turns import described, mode_of
 from services.worker.work import Computed, Load, Work
-
-GROWTH_TOKENS = 64
-"""Room reserved for new tokens at admission and when it is used up, so that a request seldom runs out of blocks."""
-
-
-class Stage(Enum):
-    """Where a request is; see the module's text."""
-
-    WAITING = "waiting"
-    RECEIVING = "receiving"
-    COMPUTING = "computing"
-    RUNNING = "running"
-    DRAINING = "draining"
-
-
-@dataclass(kw_only=True, slots=True)
-class _Request:
-    submit: Submit
-    sequence: TokenSequence
-    submitted_s: float
-    local: bool  # how its KV comes about next: a hand-off is used once, afterwards it is always local
-    stage: Stage = Stage.WAITING
-    generated: int = 0
-    admitted_s: float = 0.0
-    ready_s: float = 0.0
-    cached_tokens: int = 0  # of the prompt, when it was first admitted
-    chunks: int = 0
-    recomputed: int = 0
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)
 class DecodeCore:
-    """All requests of one decode worker, in order of arrival.
+    """All requests of one decode worker.
 
-    `max_batch` bounds the requests of a step, `chunk_tokens` the prompt tokens computed in it beside them. `prefix` is
-    over the same pool.
+    `max_batch` bounds the requests of a step, `chunk_tokens` the prompt tokens computed in it beside them. `latency`
+    says what the worker knows of its speed by now.
     """
 
-    pool: BlockPool
-    prefix: PrefixCache
-    block_tokens: int
+    memory: Memory
+    policy: Policy
     chunk_tokens: int
     max_batch: int
-    _requests: dict[str, _Request] = field(default_factory=dict, init=False)
-    _events: list[Event] = field(default_factory=list, init=False)
+    latency: Callable[[], Latency] = Latency
+    _begin_s: float = field(default=0.0, init=False)  # of the step that is being computed
+
+    def __post_init__(self) -> None:
+        """The requests are the memory's."""
+        self._requests = self.memory.requests
+        self._events = self.memory.events
+        self._order = Order(policy=self.policy, requests=self._requests, latency=self.latency)
+        self._batch = Batch(
+            memory=self.memory, order=self._order, chunk_tokens=self.chunk_tokens, max_batch=self.max_batch
+        )
 
     def apply(self, command: Command, now_s: float) -> None:
         """See StepCore."""
@@ -105,161 +96,129 @@ class DecodeCore:
                 self._transfer_failed(key, error)
             case Drained(key):
                 self._drained(key)
+            case Copied():
+                self._copied(command)
 
     def plan(self, now_s: float) -> Sequence[Work]:
-        """Admits what fits, then one token for every running request and chunks of prompts beside them."""
-        self._admit(now_s)
-        running = [request for request in self._requests.values() if request.stage is Stage.RUNNING][: self.max_batch]
-        self._make_room(running)
-        work = [self._work(request, 1) for request in running if request.stage is Stage.RUNNING]
-        budget = self.chunk_tokens
-        for request in self._requests.values():
-            if budget == 0 or len(work) == self.max_batch:
-                break
-            if request.stage is Stage.COMPUTING:
-                work.append(self._work(request, budget))
-                budget -= len(work[-1].slice.token_ids)
+        """Moves what has to move, then one token for everybody whose turn it is, and chunks of prompts beside them."""
+        self._begin_s = now_s
+        self.memory.swapper.prefill = self.latency().prefill
+        if not self._requests or self.memory.waits:
+            return []
+        work = self._work_of(self._batch.next(now_s))
+        if work:
+            self._order.begin([self._requests[item.key] for item in work], now_s)
         return work
 
     def complete(self, work: Sequence[Work], results: Sequence[Computed], now_s: float) -> None:
         """See StepCore."""
+        self._measure(work, now_s)
+        self._order.ran(work, now_s - self._begin_s, now_s)
         for item, result in zip(work, results, strict=True):
             request = self._requests[item.key]
             request.sequence.advance(len(item.slice.token_ids))
-            self.prefix.register(item.key, request.sequence)
+            self.memory.register(request)
             if request.stage is Stage.COMPUTING and request.generated == 0:
                 request.chunks += 1
             request.prompt_logprobs += result.prompt_logprobs
             if result.token_id is None:
+                self._requests.pin(request)
+                self._requests.recount(request)
                 continue
             request.ready_s = request.ready_s or now_s
-            request.stage = Stage.RUNNING
+            if request.stage is Stage.COMPUTING:
+                self._requests.move(request, Stage.RUNNING)
             self._add_token(request, result, now_s)
 
     def fail(self, work: Sequence[Work], error: Exception) -> None:
         """See StepCore. A later request must not find in the cache what this one failed with."""
-        self.prefix.doubt()
+        self.memory.doubt()
         for item in work:
-            self._fail(item.key, DiptychError(f"decode failed: {error}"))
+            self._fail(self._requests[item.key], DiptychError(f"decode failed: {error}"))
 
     def take_events(self) -> list[Event]:
         """See StepCore."""
-        events, self._events = self._events, []
+        events = list(self._events)
+        self._events.clear()
         return events
 
     def load(self) -> Load:
         """See StepCore."""
-        requests = self._requests.values()
-        computing = (r.sequence.pending for r in requests if r.local and r.stage in (Stage.WAITING, Stage.COMPUTING))
+        count = self._requests.count
+        swapped = count(Stage.LEAVING, Stage.SWAPPED, Stage.RETURNING)
         return Load(
-            blocks=self.pool.counts(),
-            queued_tokens=sum(computing),
-            running=sum(r.stage in (Stage.RUNNING, Stage.COMPUTING) for r in requests),
-            waiting=sum(r.stage in (Stage.WAITING, Stage.RECEIVING) for r in requests),
+            blocks=self.memory.counts(),
+            queued_tokens=self._requests.queued_tokens,
+            running=count(*RESIDENT),
+            waiting=count(Stage.WAITING, Stage.RECEIVING) + swapped,
+            swapped=swapped,
+            levels=tuple(self.policy.levels()),
+            schedule=described(self.policy),
+            host_blocks=self.memory.host.counts().total if mode_of(self.policy) != "fcfs" else 0,
         )
 
     def check(self) -> None:
         """See StepCore."""
-        self.pool.check()
+        self.memory.check()
 
     def _submit(self, submit: Submit, now_s: float) -> None:
         most = len(submit.token_ids) + submit.max_new_tokens
-        if blocks_needed(most, self.block_tokens) > (total := self.pool.counts().total):
-            limit = total * self.block_tokens
+        if blocks_needed(most, self.memory.block_tokens) > self.memory.total:
+            limit = self.memory.total * self.memory.block_tokens
             error = NotAdmitted(f"prompt and answer of up to {most} tokens exceed this worker's KV memory of {limit}")
             self._events.append(Failed(key=submit.key, error=error))
             return
-        sequence = TokenSequence(token_ids=list(submit.token_ids))
-        self._requests[submit.key] = _Request(submit=submit, sequence=sequence, submitted_s=now_s, local=submit.local)
+        self._order.arrive(self._requests.add(submit, now_s), now_s)
 
     def _cancel(self, key: str) -> None:
         request = self._requests.get(key)
-        if request is None or request.stage is Stage.DRAINING:
-            return
-        if request.stage is Stage.RECEIVING:
-            self._drain(request)
-        else:
-            self._forget(key)
+        if request is not None and request.stage not in ENDED:
+            self._end(request)
 
     def _received(self, received: Received, now_s: float) -> None:
         request = self._requests[received.key]
         if request.stage is Stage.DRAINING:  # cancelled while the last piece was arriving
-            self._forget(received.key)
+            self.memory.forget(request)
             return
         request.sequence.advance(request.sequence.pending)
         if received.finish is None:  # else the sender may have left out what nobody will read
-            self.prefix.register(received.key, request.sequence)
-        request.stage, request.ready_s = Stage.RUNNING, now_s
+            self.memory.register(request)
+        request.ready_s = now_s
         request.local = True
+        self._requests.move(request, Stage.RUNNING)
         self._add_token(request, Computed(token_id=received.first_token_id), now_s, finish=received.finish)
 
     def _transfer_failed(self, key: str, error: DiptychError) -> None:
         request = self._requests.get(key)
-        if request is None or request.stage is Stage.DRAINING:
-            return
-        if request.stage is Stage.WAITING:  # never reserved: nothing to drain
-            self._fail(key, error)
-            return
-        self._drain(request)
-        self._events.append(Failed(key=key, error=error))
+        if request is not None and not request.local and request.stage not in ENDED:
+            self._fail(request, error)
 
     def _drained(self, key: str) -> None:
         request = self._requests.get(key)
         if request is not None and request.stage is Stage.DRAINING:
-            self._forget(key)
+            self.memory.forget(request)
 
-    def _admit(self, now_s: float) -> None:
-        for request in self._requests.values():
-            if request.stage is not Stage.WAITING:
-                continue
-            submit = request.submit
-            cached_tokens = self.prefix.admit(
-                submit.key,
-                request.sequence,
-                room_tokens=_room_tokens(request),
-                whole=submit.wants_prompt_logprobs and request.generated == 0,
-            )
-            if cached_tokens is None:
-                return  # first come, first served: nobody passes
-            if request.recomputed == 0:
-                request.admitted_s, request.cached_tokens = now_s, cached_tokens
-            if request.local:
-                request.stage = Stage.COMPUTING
-            else:
-                request.stage = Stage.RECEIVING
-                self._events.append(self._reserved(request))
+    def _copied(self, copied: Copied) -> None:
+        request = self._requests[copied.key]
+        if copied.error is None:
+            self.memory.copied(request, copied)
+            return
+        if request.stage not in ENDED:
+            self._events.append(Failed(key=request.key, error=copied.error))
+            self._order.finish(request, completed=False)
+        self.memory.lost(request)
 
-    def _reserved(self, request: _Request) -> Reserved:
-        prompt_blocks = blocks_needed(len(request.sequence.token_ids), self.block_tokens)
-        blocks = tuple(request.sequence.blocks[:prompt_blocks])
-        return Reserved(key=request.submit.key, blocks=blocks, skip_tokens=request.sequence.computed)
+    def _work_of(self, step: Sequence[Request]) -> list[Work]:
+        """One token of each that decodes, then chunks within the budget."""
+        work = [self._work(request, 1) for request in step if request.stage is Stage.RUNNING]
+        budget = self.chunk_tokens
+        for request in step:
+            if request.stage is Stage.COMPUTING and budget:
+                work.append(self._work(request, budget))
+                budget -= len(work[-1].slice.token_ids)
+        return work
 
-    def _make_room(self, running: Sequence[_Request]) -> None:
-        """Gives every running request a block for its next token, oldest first; the youngest give theirs up for it.
-
-        Where there is enough for all, it gets some room to grow with it: neighbours, while single blocks would scatter.
-        """
-        for request in running:
-            while request.stage is Stage.RUNNING and request.sequence.blocks_missing(self.block_tokens):
-                room_blocks = request.sequence.blocks_missing(self.block_tokens, room_tokens=_room_tokens(request))
-                if self.pool.can_allocate(room_blocks * len(running)):
-                    request.sequence.add_blocks(self.pool.extend(request.submit.key, room_blocks))
-                elif self.pool.can_allocate(1):
-                    request.sequence.add_blocks(self.pool.extend(request.submit.key, 1))
-                else:
-                    self._give_up_blocks(self._youngest())
-
-    def _youngest(self) -> _Request:
-        return next(r for r in reversed(self._requests.values()) if r.stage in (Stage.RUNNING, Stage.COMPUTING))
-
-    def _give_up_blocks(self, request: _Request) -> None:
-        self.pool.free(request.submit.key)
-        request.sequence = request.sequence.without_blocks()
-        request.stage = Stage.WAITING
-        request.prompt_logprobs.clear()  # computed again, if they were not reported yet
-        request.recomputed += 1
-
-    def _work(self, request: _Request, limit_tokens: int) -> Work:
+    def _work(self, request: Request, limit_tokens: int) -> Work:
         submit = request.submit
         return Work.of(
             submit.key,
@@ -267,15 +226,28 @@ class DecodeCore:
             submit.sampling,
             request.sequence.token_ids,
             prompt_tokens=submit.prompt_tokens or len(submit.token_ids),
-            wants_prompt_logprobs=submit.wants_prompt_logprobs and request.generated == 0,
+            wants_prompt_logprobs=request.whole,
         )
 
+    def _measure(self, work: Sequence[Work], now_s: float) -> None:
+        """What copies beside a step of rows alone delay it by."""
+        copying_bytes, fit = self.memory.copying_bytes, self.latency().step
+        if not copying_bytes or fit is None or any(len(item.slice.token_ids) > 1 for item in work):
+            return
+        seconds = now_s - self._begin_s
+        context = sum([item.slice.end for item in work])
+        bandwidth = self.memory.swapper.bandwidth
+        beside_bytes = min(copying_bytes, bandwidth.bytes_per_s * seconds)
+        bandwidth.delayed(beside_bytes, seconds - fit.step_s(context_tokens=context, batch=len(work)))
+
     def _add_token(
-        self, request: _Request, result: Computed, now_s: float, *, finish: FinishReason | None = None
+        self, request: Request, result: Computed, now_s: float, *, finish: FinishReason | None = None
     ) -> None:
         submit, token = request.submit, result.token_id
         assert token is not None, "only sampled tokens are added"
         request.sequence.append(token)
+        self._requests.unpin(request)
+        self._requests.recount(request)
         if request.generated == 0:
             self._begin(request)
         logprobs = () if submit.sampling.logprobs is None else (result.logprobs,)
@@ -285,7 +257,7 @@ class DecodeCore:
         if reason:
             self._finish(request, reason, now_s)
 
-    def _begin(self, request: _Request) -> None:
+    def _begin(self, request: Request) -> None:
         began = Began(
             key=request.submit.key,
             submitted_s=request.submitted_s,
@@ -297,35 +269,22 @@ class DecodeCore:
         )
         self._events.append(began)
 
-    def _finish(self, request: _Request, reason: FinishReason, now_s: float) -> None:
+    def _finish(self, request: Request, reason: FinishReason, now_s: float) -> None:
         finished = Finished(
-            key=request.submit.key,
-            reason=reason,
-            ready_s=request.ready_s,
-            ended_s=now_s,
-            recomputed=request.recomputed,
+            key=request.key, reason=reason, ready_s=request.ready_s, ended_s=now_s, turns=request.turns()
         )
         self._events.append(finished)
-        self._forget(request.submit.key)
+        self._order.finish(request, completed=True)
+        self.memory.forget(request)
 
-    def _fail(self, key: str, error: DiptychError) -> None:
-        self._events.append(Failed(key=key, error=error))
-        self._forget(key)
+    def _fail(self, request: Request, error: DiptychError) -> None:
+        self._events.append(Failed(key=request.key, error=error))
+        self._end(request)
 
-    def _drain(self, request: _Request) -> None:
-        request.stage = Stage.DRAINING
-        self.pool.drain(request.submit.key)
-
-    def _forget(self, key: str) -> None:
-        del self._requests[key]
-        match self.pool.state(key):
-            case None:
-                pass  # it was waiting
-            case BlockState.DRAINING:
-                self.pool.drained(key)
-            case _:
-                self.pool.free(key)
-
-
-def _room_tokens(request: _Request) -> int:
-    return min(request.submit.max_new_tokens - request.generated, GROWTH_TOKENS)
+    def _end(self, request: Request) -> None:
+        """It is over before its end; its blocks stay where somebody still touches them."""
+        self._order.finish(request, completed=False)
+        if request.stage is Stage.RECEIVING or request.stage in MOVING:
+            self.memory.drain(request)
+        else:
+            self.memory.forget(request)

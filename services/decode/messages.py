@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from services.engine.sampling_spec import SamplingSpec, TokenLogprobs
 from services.engine.sequence import FinishReason
 from services.errors import DiptychError
+from services.schedule.policy import Change
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -14,6 +15,7 @@ class Submit:
     """A request to decode. `local`: its KV is computed here instead of being handed over.
 
     `prompt_tokens` of its tokens are the client's prompt, the others were generated in earlier placements; 0 means all.
+    `deadline_s`: monotonic time after which nobody waits for it.
     """
 
     key: str
@@ -23,6 +25,9 @@ class Submit:
     stop_token_ids: frozenset[int]
     local: bool
     prompt_tokens: int = 0
+    tenant: str = ""
+    priority: int = 0
+    deadline_s: float | None = None
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -61,7 +66,29 @@ class Drained:
     key: str
 
 
-Command = Submit | Cancel | Received | TransferFailed | Drained
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Copied:
+    """The copy that was asked for with `Copy` has ended: nothing reads or writes its blocks on its behalf any more.
+
+    With an error, nobody knows what is in the blocks that it wrote to.
+    """
+
+    key: str
+    seconds: float
+    error: DiptychError | None = None
+
+
+Command = Submit | Cancel | Received | TransferFailed | Drained | Copied
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Copy:
+    """Copy KV between blocks of the device and as many of the host, to the host if `out`; `Copied` must follow."""
+
+    key: str
+    out: bool
+    blocks: tuple[int, ...]
+    host_blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,6 +130,18 @@ class Began:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Turns:
+    """What scheduling did with a request that decodes. `changes`: the first ones, for its trace."""
+
+    lowest_level: int = 0  # of the feedback queue; 0 is the top
+    preemptions: int = 0  # times it could have gone on and others ran instead
+    recomputed: int = 0  # times it gave its blocks up and was computed again
+    swapped_bytes: int = 0  # in both directions
+    waited_s: float = 0.0  # without a step while it decoded
+    changes: tuple[Change, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Finished:
     """The request is over; everything it held is free. Monotonic seconds of this process."""
 
@@ -110,7 +149,7 @@ class Finished:
     reason: FinishReason
     ready_s: float
     ended_s: float
-    recomputed: int  # times it gave its blocks up and was computed again
+    turns: Turns = Turns()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,4 +160,4 @@ class Failed:
     error: DiptychError
 
 
-Event = Reserved | Began | Tokens | Finished | Failed
+Event = Reserved | Copy | Began | Tokens | Finished | Failed

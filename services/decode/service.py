@@ -18,11 +18,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvtransfer import Received as Arrived
+from services.decode.copier import Copier
 from services.decode.hand_off import HandOff, Puller
 from services.decode.messages import (
     Began,
     Cancel,
     Command,
+    Copy,
     Drained,
     Event,
     Failed,
@@ -62,8 +64,8 @@ class Stream:
 class DecodeService:
     """All requests of this worker, seen from the event loop."""
 
-    def __init__(self, puller: Puller) -> None:
-        self._puller = puller
+    def __init__(self, puller: Puller, copier: Copier) -> None:
+        self._puller, self._copier = puller, copier
         self._streams: dict[str, Stream] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._keys = itertools.count()
@@ -127,6 +129,8 @@ class DecodeService:
             stream = self._streams.get(event.key)
             if isinstance(event, Reserved):
                 self._reserved(event, stream)
+            elif isinstance(event, Copy):
+                self._spawn(self._copy(event), contextvars.copy_context())
             elif stream:
                 stream.events.put_nowait(event)
 
@@ -158,6 +162,9 @@ class DecodeService:
             self._submit(Received(key=event.key, first_token_id=arrived.first_token_id, finish=finish))
         finally:
             stream.pull = None
+
+    async def _copy(self, event: Copy) -> None:
+        self._submit(await self._copier.run(event))
 
     async def _keep(self, key: str, hand_off: HandOff) -> None:
         try:

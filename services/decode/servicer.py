@@ -11,12 +11,13 @@ from diptych.v1 import decode_pb2, decode_pb2_grpc, request_pb2
 
 from kvtransfer import Received as Arrived
 from services.decode.hand_off import HandOff
-from services.decode.messages import Began, Finished, Submit, Tokens
+from services.decode.messages import Began, Finished, Submit, Tokens, Turns
 from services.decode.service import DecodeService, Stream
 from services.engine.card import ModelCard
 from services.errors import DiptychError
 from services.rpc.convert import to_duration, to_logprobs
 from services.rpc.server import RpcServer
+from services.schedule.policy import Change
 from services.telemetry import spans, tracing
 from services.worker.convert import from_limit, from_sampling, require_sequence, to_finish
 from services.worker.identity import Identity
@@ -41,7 +42,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     ) -> AsyncIterator[decode_pb2.DecodeResponse]:
         """See decode.proto."""
         self._identity.require_work(request.worker)
-        submit = self._submission(request)
+        submit = self._submission(request, context.time_remaining())
         stream = self._service.open(submit, _hand_off(request))
         recorded = _Recorded(stream)
         try:
@@ -55,7 +56,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             recorded.end("cancelled", time.monotonic())
             self._service.close(submit.key)
 
-    def _submission(self, request: decode_pb2.DecodeRequest) -> Submit:
+    def _submission(self, request: decode_pb2.DecodeRequest, left_s: float | None) -> Submit:
         sequence = request.sequence
         require_sequence(sequence, self._card.vocab, self._card.context_tokens)
         return Submit(
@@ -66,6 +67,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             stop_token_ids=frozenset(sequence.stop_token_ids),
             local=not request.HasField("hand_off"),
             prompt_tokens=sequence.prompt_tokens,
+            tenant=sequence.tenant,
+            priority=sequence.priority,
+            deadline_s=None if left_s is None else time.monotonic() + left_s,
         )
 
 
@@ -90,7 +94,18 @@ def _response(events: Sequence[Began | Tokens | Finished], stream: Stream) -> de
             response.begin.CopyFrom(_begin(event, stream.arrived))
         elif isinstance(event, Finished):
             response.finish_reason = to_finish(event.reason)
+            response.turns.CopyFrom(_turns(event.turns))
     return response
+
+
+def _turns(turns: Turns) -> request_pb2.Turns:
+    return request_pb2.Turns(
+        preemptions=turns.preemptions,
+        recomputed=turns.recomputed,
+        swapped_bytes=turns.swapped_bytes,
+        waiting=to_duration(turns.waited_s),
+        lowest_level=turns.lowest_level,
+    )
 
 
 def _begin(event: Began, arrived: Arrived | None) -> decode_pb2.DecodeBegin:
@@ -132,13 +147,21 @@ class _Recorded:
                 self._ready_s = event.ready_s
                 self._begin(event)
             elif isinstance(event, Finished):
-                self.end(event.reason, event.ended_s, {"diptych.recomputed": event.recomputed})
+                self.end(event.reason, event.ended_s, event.turns)
 
-    def end(self, reason: str, ended_s: float, more: tracing.Attributes | None = None) -> None:
+    def end(self, reason: str, ended_s: float, turns: Turns | None = None) -> None:
         """Records the decoding, once and only if there was any. A call that is cancelled gets no `Finished`."""
         if self._ready_s is not None:
-            attributes = {"diptych.finish_reason": reason, **(more or {})}
-            tracing.record(spans.DECODE_RUN, self._ready_s, max(self._ready_s, ended_s), attributes)
+            attributes: dict[str, str | int | float] = {"diptych.finish_reason": reason}
+            events: list[tracing.Event] = []
+            if turns is not None:
+                attributes["diptych.recomputed"] = turns.recomputed
+                attributes["diptych.preemptions"] = turns.preemptions
+                attributes["diptych.swapped_bytes"] = turns.swapped_bytes
+                attributes["diptych.waited_s"] = turns.waited_s
+                attributes["diptych.lowest_level"] = turns.lowest_level
+                events = [_span_event(change) for change in turns.changes]
+            tracing.record(spans.DECODE_RUN, self._ready_s, max(self._ready_s, ended_s), attributes, events)
         self._ready_s = None
 
     def _begin(self, event: Began) -> None:
@@ -160,3 +183,10 @@ class _Recorded:
                 "diptych.cached_tokens": event.cached_tokens,
             }
             tracing.record(spans.PREFILL_COMPUTE, event.admitted_s, event.ready_s, attributes)
+
+
+def _span_event(change: Change) -> tracing.Event:
+    attributes: dict[str, str | int] = {"diptych.level": change.level}
+    if change.detail:
+        attributes["diptych.detail"] = change.detail
+    return tracing.Event(name=change.what, at_s=change.at_s, attributes=attributes)

@@ -55,6 +55,11 @@ class PrefixCache:
         sequence.registered = len(keys)
         return sequence.computed
 
+    def cost(self, sequence: TokenSequence, *, room_tokens: int = 0, whole: bool = False) -> int:
+        """How many of the free blocks `admit` with the same arguments would take."""
+        keys = () if whole else self._match(sequence)
+        return self._pool.cost(sequence.blocks_missing(self._block_tokens, room_tokens=room_tokens), keys)
+
     def register(self, owner: str, sequence: TokenSequence) -> None:
         """Lets others share the sequence's blocks that are full of computed KV by now. `owner` holds them."""
         full = sequence.computed // self._block_tokens

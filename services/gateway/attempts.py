@@ -215,6 +215,7 @@ class Attempts:
             decode_worker=placement.decode.name,
             local_prefill_reason=placement.local_prefill_reason,
             placements=self._runs,
+            turns=reports.turns,
         )
 
 

@@ -91,6 +91,7 @@ class Legs:
                 async for message in messages:
                     self.handed_over = True
                     self.reports.decode = message.begin or self.reports.decode
+                    self.reports.turns = message.turns or self.reports.turns
                     if self._placement.prefill is not None and _waits_for_prefill(work):
                         await self._prefilled.wait()
                     elif message.begin is not None:

@@ -254,6 +254,17 @@ def _decode_tokens(message: decode_pb2.DecodeResponse) -> p.DecodeTokens:
         logprobs=tuple(map(from_logprobs, message.logprobs)),
         begin=_decode_begin(message.begin) if message.HasField("begin") else None,
         reason=_REASONS.get(message.finish_reason),
+        turns=_turns(message.turns) if message.HasField("turns") else None,
+    )
+
+
+def _turns(turns: request_pb2.Turns) -> p.Turns:
+    return p.Turns(
+        preemptions=turns.preemptions,
+        recomputed=turns.recomputed,
+        swapped_bytes=turns.swapped_bytes,
+        waiting_s=to_seconds(turns.waiting),
+        lowest_level=turns.lowest_level,
     )
 
 

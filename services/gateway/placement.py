@@ -101,8 +101,19 @@ class DecodeBegin:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Turns:
+    """What scheduling did with a request on its decode worker; see request.proto."""
+
+    preemptions: int
+    recomputed: int
+    swapped_bytes: int
+    waiting_s: float
+    lowest_level: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeTokens:
-    """Tokens [offset, offset + len) of the leg; `begin` on the first message, `reason` on the last.
+    """Tokens [offset, offset + len) of the leg; `begin` on the first message, `reason` and `turns` on the last.
 
     `logprobs`: one for each token, or none at all.
     """
@@ -112,6 +123,7 @@ class DecodeTokens:
     logprobs: Sequence[TokenLogprobs]
     begin: DecodeBegin | None
     reason: FinishReason | None
+    turns: Turns | None = None
 
 
 @dataclass(kw_only=True)
@@ -120,6 +132,7 @@ class LegReports:
 
     prefill: PrefillAnswer | None = None
     decode: DecodeBegin | None = None
+    turns: Turns | None = None
 
 
 class LegFailed(Exception):
@@ -165,6 +178,7 @@ class Phases:
     decode_worker: str = ""
     local_prefill_reason: str = ""
     placements: int = 0
+    turns: Turns | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

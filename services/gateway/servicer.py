@@ -177,6 +177,16 @@ def _phases(phases: placement.Phases) -> request_pb2.Phases:
                 gigabytes_per_second=transfer.gigabytes_per_second,
             )
         )
+    if (turns := phases.turns) is not None:
+        message.turns.CopyFrom(
+            request_pb2.Turns(
+                preemptions=turns.preemptions,
+                recomputed=turns.recomputed,
+                swapped_bytes=turns.swapped_bytes,
+                waiting=to_duration(turns.waiting_s),
+                lowest_level=turns.lowest_level,
+            )
+        )
     return message
 
 

@@ -1,11 +1,13 @@
 """The prefill worker's state machine: plain synchronous code, no clock, no network, no torch.
 
 Life of a request here
-    WAITING    submitted; first come, first served. Waits until the pool has blocks for its whole prompt. KV that nobody
-               has pulled yet occupies blocks, so a slow receiver holds admission back instead of being overrun.
+    WAITING    submitted. Waits for its turn, and until the pool has blocks for its whole prompt; nobody passes one that
+               waits for blocks. KV that nobody has pulled yet occupies blocks, so a slow receiver holds admission back
+               instead of being overrun.
     COMPUTING  holds its blocks (`Admitted`), those of a known prefix shared with others and computed already; the rest
                is computed in chunks under a token budget shared with the others (`Progress` after each chunk, and for
                the cached tokens at once, so that finished parts can leave). Full blocks are registered for others.
+               Whose chunks fill a step is the policy's choice, so that short prompts pass long ones between chunks.
     COMPUTED   its first token was sampled (`FirstToken`); the blocks are leased to the transfer.
     then `Released` (acknowledged, expired, given up): blocks are free, the request is forgotten.
 
@@ -16,7 +18,8 @@ Life of a request here
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -25,8 +28,13 @@ from services.engine.prefix import PrefixCache
 from services.engine.sampling_spec import TokenLogprobs
 from services.engine.sequence import TokenSequence, blocks_needed, finish_reason
 from services.errors import Cancelled, DiptychError, HandOffLost, NotAdmitted
+from services.latency import Latency
 from services.prefill.messages import Admitted, Cancel, Command, Event, Failed, FirstToken, Progress, Released, Submit
+from services.schedule.policy import Job, Policy
+from services.worker.turns import chunk_s, described, prompt_s
 from services.worker.work import Computed, Load, Work
+
+log = logging.getLogger(__name__)
 
 
 class Stage(Enum):
@@ -66,15 +74,19 @@ class _Prompt:
 class PrefillCore:
     """All prompts of one prefill worker. `chunk_tokens` bounds the tokens of a step, `max_batch` its requests.
 
-    `prefix` is over the same pool.
+    `prefix` is over the same pool, `latency` says what the worker knows of its speed by now.
     """
 
+    policy: Policy
     pool: BlockPool
     prefix: PrefixCache
     block_tokens: int
     chunk_tokens: int
     max_batch: int
+    latency: Callable[[], Latency] = Latency
     _prompts: dict[str, _Prompt] = field(default_factory=dict, init=False)  # in order of arrival
+    _computing: dict[str, _Prompt] = field(default_factory=dict, init=False)  # those of them, in order of admission
+    _begin_s: float = field(default=0.0, init=False)  # of the step that is being computed
     _events: list[Event] = field(default_factory=list, init=False)
 
     def apply(self, command: Command, now_s: float) -> None:
@@ -88,13 +100,20 @@ class PrefillCore:
                 self._release(key)
 
     def plan(self, now_s: float) -> Sequence[Work]:
-        """Admits what fits, then fills one step with chunks, oldest prompt first."""
-        self._admit(now_s)
+        """Fills one step with chunks, in order of turns; who is not begun yet needs blocks, and else others go on."""
+        self._begin_s = now_s
+        chosen = self.policy.choose(self.max_batch, now_s)
+        for change in self.policy.take_changes():
+            if not change.key:
+                log.info("schedule %s: %s", self.policy.name, change.detail)
         work: list[Work] = []
-        budget = self.chunk_tokens
-        for prompt in self._prompts.values():
+        budget, lacking = self.chunk_tokens, False
+        for key in dict.fromkeys((*chosen, *self._computing)):
             if budget == 0 or len(work) == self.max_batch:
                 break
+            prompt = self._prompts[key]
+            if prompt.stage is Stage.WAITING:
+                lacking = lacking or not self._admit(prompt, now_s)
             if prompt.stage is Stage.COMPUTING:
                 work.append(prompt.work(budget))
                 budget -= len(work[-1].slice.token_ids)
@@ -102,6 +121,7 @@ class PrefillCore:
 
     def complete(self, work: Sequence[Work], results: Sequence[Computed], now_s: float) -> None:
         """See StepCore."""
+        self._charge(work, now_s)
         for item, result in zip(work, results, strict=True):
             prompt = self._prompts[item.key]
             prompt.prompt_logprobs += result.prompt_logprobs
@@ -132,6 +152,8 @@ class PrefillCore:
             queued_tokens=sum(pending),
             running=stages.count(Stage.COMPUTING),
             waiting=stages.count(Stage.WAITING),
+            levels=tuple(self.policy.levels()),
+            schedule=described(self.policy),
         )
 
     def check(self) -> None:
@@ -150,6 +172,14 @@ class PrefillCore:
             return
         sequence = TokenSequence(token_ids=list(submit.token_ids))
         self._prompts[submit.key] = _Prompt(submit=submit, submitted_s=now_s, sequence=sequence)
+        job = Job(
+            key=submit.key,
+            first_step_s=prompt_s(self.latency().prefill, len(submit.token_ids)),
+            tenant=submit.tenant,
+            priority=submit.priority,
+            most_tokens=len(submit.token_ids),
+        )
+        self.policy.arrive(job, now_s)
 
     def _cancel(self, key: str) -> None:
         prompt = self._prompts.get(key)
@@ -157,6 +187,7 @@ class PrefillCore:
             return
         if prompt.stage is Stage.WAITING:
             del self._prompts[key]
+            self.policy.finish(key, completed=False)
             self._events.append(Failed(key=key, error=Cancelled("cancelled while waiting"), holds_blocks=False))
         elif prompt.stage is Stage.COMPUTING:
             self._end(prompt, Cancelled("cancelled while computing"))
@@ -171,25 +202,40 @@ class PrefillCore:
         else:
             self.pool.free(key)
         if prompt.stage is Stage.COMPUTING:  # expired or given up by the receiver while we compute
+            self._leave_turns(key, completed=False)
             error = HandOffLost("the hand-off ended before the prompt was computed")
             self._events.append(Failed(key=key, error=error, holds_blocks=False))
 
-    def _admit(self, now_s: float) -> None:
-        for prompt in self._prompts.values():
-            if prompt.stage is not Stage.WAITING:
-                continue
-            key = prompt.submit.key
-            cached_tokens = self.prefix.admit(key, prompt.sequence, whole=prompt.submit.wants_prompt_logprobs)
-            if cached_tokens is None:
-                return  # first come, first served: nobody passes
-            prompt.stage, prompt.admitted_s, prompt.cached_tokens = Stage.COMPUTING, now_s, cached_tokens
-            self._events.append(Admitted(key=key, blocks=tuple(prompt.sequence.blocks)))
-            if cached_tokens:
-                self._events.append(Progress(key=key, computed_tokens=cached_tokens))
+    def _admit(self, prompt: _Prompt, now_s: float) -> bool:
+        """Gives a waiting prompt its blocks, if they are free."""
+        key = prompt.submit.key
+        cached_tokens = self.prefix.admit(key, prompt.sequence, whole=prompt.submit.wants_prompt_logprobs)
+        if cached_tokens is None:
+            return False
+        prompt.stage, prompt.admitted_s, prompt.cached_tokens = Stage.COMPUTING, now_s, cached_tokens
+        self._computing[key] = prompt
+        self._events.append(Admitted(key=key, blocks=tuple(prompt.sequence.blocks)))
+        if cached_tokens:
+            self._events.append(Progress(key=key, computed_tokens=cached_tokens))
+        return True
+
+    def _charge(self, work: Sequence[Work], now_s: float) -> None:
+        """Tells the policy who ran: the unit of its quanta is a step, which holds a chunk."""
+        step_s = now_s - self._begin_s
+        self.policy.measured(step_s)
+        fit = self.latency().prefill
+        for item in work:
+            seconds = chunk_s(fit, item.slice, step_s)
+            self.policy.ran([item.key], seconds, now_s, tokens=len(item.slice.token_ids))
+
+    def _leave_turns(self, key: str, *, completed: bool) -> None:
+        del self._computing[key]
+        self.policy.finish(key, completed=completed)
 
     def _finish(self, prompt: _Prompt, token: int, logprobs: TokenLogprobs | None, now_s: float) -> None:
         submit = prompt.submit
         prompt.stage = Stage.COMPUTED
+        self._leave_turns(submit.key, completed=True)
         self.pool.lease(submit.key)
         finish = finish_reason(token, 1, submit.max_new_tokens, submit.stop_token_ids)
         self._events.append(
@@ -209,5 +255,6 @@ class PrefillCore:
 
     def _end(self, prompt: _Prompt, error: DiptychError) -> None:
         prompt.stage = Stage.ENDED
+        self._leave_turns(prompt.submit.key, completed=False)
         self.pool.drain(prompt.submit.key)
         self._events.append(Failed(key=prompt.submit.key, error=error, holds_blocks=True))

@@ -22,6 +22,8 @@ class Submit:
     max_new_tokens: int
     stop_token_ids: frozenset[int]
     prompt_tokens: int = 0
+    tenant: str = ""
+    priority: int = 0
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -60,6 +60,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             max_new_tokens=sequence.max_new_tokens,
             stop_token_ids=frozenset(sequence.stop_token_ids),
             prompt_tokens=sequence.prompt_tokens,
+            tenant=sequence.tenant,
+            priority=sequence.priority,
         )
         first = await self._service.prefill(submit, from_limit(request.hand_off_limit))
         _record(first, len(submit.token_ids))

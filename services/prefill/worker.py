@@ -10,6 +10,7 @@ from services.prefill.core import PrefillCore
 from services.prefill.messages import Command, Event
 from services.prefill.service import PrefillService
 from services.prefill.servicer import KvTransferServicer, PrefillServicer
+from services.schedule.catalog import policy_named
 from services.worker.process import Part, Parts, serve
 
 NICE = 10
@@ -23,11 +24,13 @@ def assemble(parts: Parts) -> Part[Command, Event]:
     sender = Sender(parts.transport, parts.arena, incarnation=parts.identity.incarnation, checksums=True)
     service = PrefillService(sender)
     core = PrefillCore(
+        policy=policy_named(parts.config.schedule),
         pool=parts.pool,
         prefix=parts.prefix,
         block_tokens=parts.config.block_tokens,
         chunk_tokens=parts.config.chunk_tokens,
         max_batch=parts.config.max_batch,
+        latency=lambda: parts.latency.latency,
     )
 
     prefill = PrefillServicer(service, parts.identity, parts.card)

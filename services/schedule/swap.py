@@ -17,9 +17,10 @@ resident that can go on, or has room to begin, `run` is not empty.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import chain
 
 from services.latency import PrefillFit
 from services.schedule.budget import Bandwidth, Reserve
@@ -93,9 +94,7 @@ class Swapper:
         plan = Plan()
         left, lacking, asked = view.free, 0, 0
         chosen = set(view.chosen)
-        others = [key for key in view.resident if key not in chosen]
-        times = dict(zip(others, view.enst_s(others), strict=True))
-        for key in (*view.chosen, *sorted(others, key=times.__getitem__)):
+        for key in chain(view.chosen, self._others(view, chosen)):
             if len(plan.run) == len(view.chosen):
                 break
             if key in view.host or key in view.moving or (lacking and key not in view.resident):
@@ -110,6 +109,12 @@ class Swapper:
         self.reserve.asked(asked)
         self._exchange(view, plan, chosen, left, lacking)
         return plan
+
+    def _others(self, view: View, chosen: Collection[str]) -> Iterator[str]:
+        """Who is here and was not chosen, in order of ENST; looked for only when there is a place for them."""
+        others = [key for key in view.resident if key not in chosen]
+        times = dict(zip(others, view.enst_s(others), strict=True))
+        yield from sorted(others, key=times.__getitem__)
 
     def _exchange(self, view: View, plan: Plan, chosen: Collection[str], left: int, lacking: int) -> None:
         """In, or out, or neither."""
@@ -139,14 +144,15 @@ class Swapper:
 
     def _before(self, view: View) -> Plan:
         plan = Plan()
-        left, asked = view.free, 0
+        left, asked, lacking = view.free, 0, False
         for key in view.chosen:
-            if key in plan.out or key in plan.drop:
-                continue  # it gave way to those before it
+            if key in plan.out or key in plan.drop or (lacking and key not in view.resident):
+                continue  # it gave way to those before it, or would pass one that lacks room
             need = view.needs(key)
             asked += need
             if need > left:
                 left += self._make_way(view, plan, key, need - left)
+            lacking = lacking or need > left
             if need <= left:
                 left -= need
                 plan.run.append(key)

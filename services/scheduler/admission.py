@@ -4,7 +4,8 @@ A request counts with its prompt and the tokens that each of its answers is expe
 placement until it is finished. Expected are EXPECTED_NEW_TOKENS at most: clients that set no limit ask for the rest of
 the context and use little of it, and a worker that was promised too much computes its youngest request again instead of
 failing. What is placed on a worker stays within its blocks, so that few requests wait for memory there while prefill
-holds their KV. A request alone on a worker always goes.
+holds their KV; where running requests give way to others, within those of host memory as well. A request alone on a
+worker always goes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def counted_tokens(prompt_tokens: int, max_new_tokens: int, block_tokens: int, *
 
 def bound_tokens(worker: WorkerRecord) -> int:
     """Most counted tokens on a worker."""
-    return worker.capacity_tokens
+    return worker.placed_tokens
 
 
 def has_room(placed_tokens: int, counted: int, bound: int) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from opentelemetry import trace
 from opentelemetry.sdk.resources import Resource
@@ -36,7 +37,17 @@ def tracer() -> trace.Tracer:
     return trace.get_tracer("diptych")
 
 
-def record(name: str, begin_s: float, end_s: float, attributes: Attributes | None = None) -> None:
+class Event(NamedTuple):
+    """Something that happened within a phase, at a monotonic time of this process."""
+
+    name: str
+    at_s: float
+    attributes: Attributes
+
+
+def record(
+    name: str, begin_s: float, end_s: float, attributes: Attributes | None = None, events: Sequence[Event] = ()
+) -> None:
     """Records a phase that is over, given in monotonic seconds of this process, under the current span.
 
     Step threads know no spans: they note when things happened, and the event loop records it afterwards.
@@ -45,4 +56,6 @@ def record(name: str, begin_s: float, end_s: float, attributes: Attributes | Non
         raise ValueError(f"span {name} ends before it begins")
     offset_ns = time.time_ns() - time.monotonic_ns()
     span = tracer().start_span(name, start_time=int(begin_s * 1e9) + offset_ns, attributes=attributes)
+    for event in events:
+        span.add_event(event.name, event.attributes, timestamp=int(event.at_s * 1e9) + offset_ns)
     span.end(int(end_s * 1e9) + offset_ns)

@@ -32,7 +32,6 @@ from services.engine.pool import layout_of
 from services.engine.prefix import PrefixCache
 from services.engine.runner import open_runner
 from services.errors import StartError
-from services.latency import Latency
 from services.process import keep_to_cores, parse_cores
 from services.rpc.channels import Channels
 from services.rpc.server import RpcServer
@@ -66,6 +65,7 @@ class Parts:
     prefix: PrefixCache
     transport: Transport
     channels: Channels
+    latency: LatencyModel
     store: Store
     fault: Fault
 
@@ -119,14 +119,13 @@ async def serve(
         parts, executor = await _equip(config, identity, store, fault, stack)
         keep_to_cores(other_cores)
         part = assemble(parts)
-        latency = LatencyModel(chunk_tokens=config.chunk_tokens)
         crash: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         thread = StepThread(
             part.core,
             executor,
             deliver=part.deliver,
             on_crash=crash.set_exception,
-            measured=latency.observe,
+            measured=parts.latency.observe,
             cores=step_cores,
             nice=nice,
         )
@@ -140,7 +139,7 @@ async def serve(
         stack.push_async_callback(rpc.stop, 0.0)
 
         def record() -> WorkerRecord:
-            return _record(parts, role, thread.load, latency.latency, part.links())
+            return _record(parts, role, thread.load, part.links())
 
         registration = Registration(store, record)
         await registration.start()
@@ -202,6 +201,7 @@ async def _equip(
         prefix=prefix,
         transport=transport,
         channels=channels,
+        latency=LatencyModel(chunk_tokens=config.chunk_tokens),
         store=store,
         fault=fault,
     )
@@ -217,7 +217,7 @@ def _transport(config: WorkerConfig, identity: Identity, fault: Fault) -> Transp
     return FaultyTransport(transport, fault)
 
 
-def _record(parts: Parts, role: Role, load_now: Load, latency: Latency, links: Sequence[Link]) -> WorkerRecord:
+def _record(parts: Parts, role: Role, load_now: Load, links: Sequence[Link]) -> WorkerRecord:
     blocks = load_now.blocks
     state: State = "draining" if parts.identity.draining else "ready"
     return WorkerRecord(
@@ -237,11 +237,15 @@ def _record(parts: Parts, role: Role, load_now: Load, latency: Latency, links: S
             leased=blocks.leased,
             swapped=blocks.swapped,
             cached=blocks.cached,
+            host=load_now.host_blocks,
         ),
         queued_tokens=load_now.queued_tokens,
         running=load_now.running,
         waiting=load_now.waiting,
-        latency=latency,
+        swapped=load_now.swapped,
+        levels=load_now.levels,
+        schedule=load_now.schedule,
+        latency=parts.latency.latency,
         links=tuple(links[:MAX_LINKS]),
     )
 

@@ -1,6 +1,7 @@
 """The step thread: the one thread that owns a worker's core, model and block tables.
 
-asyncio submits commands and gets events back, one wake-up per step. The thread sleeps while there is nothing to run.
+asyncio submits commands and gets events back, one wake-up per step, and one before it when there is news already. The
+thread sleeps while there is nothing to run.
 On a CPU it is pinned to its own cores, and a prefill thread runs at a lower priority.
 """
 
@@ -103,6 +104,7 @@ class StepThread(Generic[CommandT, EventT]):
         begin_s = time.monotonic()
         work = self._core.plan(begin_s)
         if work:
+            self._deliver_events()  # what does not depend on the step does not wait for it
             try:
                 results = self._execute(work)
             except Exception as error:
@@ -113,9 +115,12 @@ class StepThread(Generic[CommandT, EventT]):
                 if self._complete(work, results, end_s):
                     self._measured(work, end_s - begin_s)
         self._load = self._core.load()
+        self._deliver_events()
+        return bool(work)
+
+    def _deliver_events(self) -> None:
         if events := self._core.take_events():
             self._call(self._deliver, events)
-        return bool(work)
 
     def _complete(self, work: Sequence[Work], results: Sequence[Computed | DiptychError], now_s: float) -> bool:
         """Gives the core a computed step: first what failed of it, then the rest. Says whether nothing failed."""

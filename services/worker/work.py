@@ -72,6 +72,10 @@ class Load:
     queued_tokens: int  # prompt tokens accepted and not computed yet
     running: int
     waiting: int
+    swapped: int = 0  # of the waiting ones: their KV is on the host, or on its way there or back
+    levels: tuple[int, ...] = ()  # requests by level of the schedule, the top first
+    schedule: str = ""  # by name; what it is now in parentheses, if it changes
+    host_blocks: int = 0  # of host memory, that requests may be placed on because running ones give way
 
 
 Execute = Callable[[Sequence[Work]], Sequence[Computed | DiptychError]]

@@ -233,7 +233,10 @@ def test_workers_are_listed_for_people_and_for_programs(mesh: Mesh) -> None:
             ref=worker_pb2.WorkerRef(name="decode-0", address="127.0.0.1:1", incarnation="0123456789abcdef"),
             role=worker_pb2.ROLE_DECODE,
             state=worker_pb2.WORKER_STATE_READY,
-            blocks=worker_pb2.BlockCounts(total=100, free=97, held=2, leased=1, cached=33),
+            blocks=worker_pb2.BlockCounts(total=104, free=97, held=2, leased=1, swapped=4, cached=33),
+            swapped_requests=3,
+            level_requests=[5, 0, 2, 0, 0],
+            schedule="auto (mlfq)",
             heartbeat_age=to_duration(0.5),
             prefill_fit=worker_pb2.PrefillFit(a_s=0.01, b_s=1e-3, c_s=1e-7, chunk_tokens=256, error=0.0625, steps=40),
             links=[
@@ -253,14 +256,16 @@ def test_workers_are_listed_for_people_and_for_programs(mesh: Mesh) -> None:
     shown = run("workers", "--scheduler", mesh.address)
     assert all(
         word in shown.stdout
-        for word in ("decode-0", "ready", "0123456789abcdef", "97/100", "1140.0 ms ± 6%", "4 requests queued")
+        for word in ("decode-0", "ready", "0123456789abcdef", "97/104", "1140.0 ms ± 6%", "4 requests queued")
     )
     assert all(word in shown.stdout for word in ("tcp/lo", "1.25", "310 µs", "plain TCP where", "nobody there"))
     listed = json.loads(run("workers", "--scheduler", mesh.address, "--json").stdout)
     assert listed["queued_requests"] == 4
     (worker,) = listed["workers"]
     assert (worker["role"], worker["state"], worker["heartbeat_age_s"]) == ("decode", "ready", 0.5)
-    assert (worker["blocks_held"], worker["blocks_cached"]) == (2, 33)
+    assert (worker["blocks_held"], worker["blocks_cached"], worker["blocks_swapped"]) == (2, 33, 4)
+    assert (worker["schedule"], worker["levels"], worker["swapped"]) == ("auto (mlfq)", [5, 0, 2, 0, 0], 3)
+    assert "auto (mlfq) 5/0/2" in " ".join(shown.stdout.split())
     # 4 chunks of at most 256 tokens, 1,000 tokens, 1,000 tokens squared
     assert worker["prefill_1000_tokens_ms"] == pytest.approx(4 * 10 + 1_000 + 100)
     assert worker["prefill_fit"] == {

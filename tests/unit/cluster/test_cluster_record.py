@@ -21,10 +21,13 @@ RECORD = WorkerRecord(
     fingerprint="f",
     context_tokens=2048,
     block_tokens=16,
-    blocks=BlockCounts(total=10, free=4, held=3, leased=2, swapped=1, cached=3),
+    blocks=BlockCounts(total=10, free=4, held=3, leased=2, swapped=1, cached=3, host=5),
     queued_tokens=7,
     running=2,
     waiting=1,
+    swapped=1,
+    levels=(2, 0, 1),
+    schedule="auto (mlfq)",
     latency=Latency(
         prefill=PrefillFit(a_s=0.01, b_s=1e-3, c_s=0.0, chunk_tokens=256, error=0.1, steps=12),
         step=StepFit(a_s=0.02, b_s=1e-6, c_s=1e-3, error=0.05, steps=300),
@@ -46,6 +49,11 @@ RECORD = WorkerRecord(
 
 def test_a_record_survives_being_text() -> None:
     assert from_json(RECORD.to_json()) == RECORD
+
+
+def test_a_worker_holds_what_its_pool_holds_and_may_be_given_what_gives_way_to_the_host() -> None:
+    assert RECORD.capacity_tokens == (10 - 1) * 16
+    assert RECORD.placed_tokens == (10 - 1 + 5) * 16
 
 
 def test_fields_of_a_later_version_are_passed_over() -> None:
@@ -85,6 +93,8 @@ def test_a_link_without_a_finite_bandwidth_is_refused(value: object) -> None:
         ("blocks", []),
         ("blocks", {"total": 1}),
         ("running", -1),
+        ("levels", [1, "two"]),
+        ("schedule", None),
         ("running", True),
         ("context_tokens", "many"),
         ("latency", "fast"),

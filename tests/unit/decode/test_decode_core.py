@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from decode_model import BLOCK, Model, answers, core, expected, request, run
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvtransfer.blocks import BlockPool
-from services.decode.core import GROWTH_TOKENS, DecodeCore
+from services.decode.core import DecodeCore
 from services.decode.messages import (
     Began,
     Cancel,
@@ -25,114 +25,10 @@ from services.decode.messages import (
     Tokens,
     TransferFailed,
 )
-from services.engine.prefix import PrefixCache
+from services.decode.requests import GROWTH_TOKENS
 from services.engine.sampling_spec import History, SamplingSpec, TokenLogprobs
 from services.errors import HandOffLost, NotAdmitted
 from services.worker.work import Computed, Work
-
-BLOCK = 4
-
-
-def core(blocks: int = 64, chunk_tokens: int = 6, max_batch: int = 8, *, prefix_cache: bool = True) -> DecodeCore:
-    pool = BlockPool(blocks)
-    return DecodeCore(
-        pool=pool,
-        prefix=PrefixCache(pool, block_tokens=BLOCK, fingerprint="f", enabled=prefix_cache),
-        block_tokens=BLOCK,
-        chunk_tokens=chunk_tokens,
-        max_batch=max_batch,
-    )
-
-
-def request(
-    key: str,
-    tokens: int = 5,
-    *,
-    max_new_tokens: int = 4,
-    stop: frozenset[int] = frozenset(),
-    local: bool = True,
-    ids: Sequence[int] = (),
-) -> Submit:
-    ids = tuple(ids) or tuple(range(1, tokens + 1))
-    return Submit(
-        key=key,
-        token_ids=ids,
-        sampling=SamplingSpec(),
-        max_new_tokens=max_new_tokens,
-        stop_token_ids=stop,
-        local=local,
-    )
-
-
-def next_token(token_ids: tuple[int, ...]) -> int:
-    """A model: the next token depends on the whole sequence, so a wrong or lost token shows."""
-    return (sum(i * t for i, t in enumerate(token_ids, 1)) % 97) + 100
-
-
-class Model:
-    """Executes work like the engine: remembers what was written where, and samples from what it reads back.
-
-    Nobody writes to a block that somebody else may read.
-    """
-
-    def __init__(self) -> None:
-        self.slots: dict[tuple[int, int], int] = {}
-
-    def write(self, c: DecodeCore, key: str, block: int, offset: int, token: int) -> None:
-        assert [owner for owner in c.pool.owners() if block in c.pool.blocks(owner)] == [key]
-        self.slots[block, offset] = token
-
-    def step(self, c: DecodeCore, now_s: float = 0.0) -> list[tuple[str, int, int]]:
-        work = c.plan(now_s)
-        results: list[Computed] = []
-        for item in work:
-            s = item.slice
-            for position, token in enumerate(s.token_ids, s.start):
-                self.write(c, item.key, s.blocks[position // BLOCK], position % BLOCK, token)
-            history = tuple(self.slots[s.blocks[p // BLOCK], p % BLOCK] for p in range(s.end))
-            results.append(Computed(token_id=next_token(history) if s.wants_logits else None))
-        c.complete(work, results, now_s)
-        c.check()
-        return [(item.key, item.slice.start, len(item.slice.token_ids)) for item in work]
-
-    def receive(self, c: DecodeCore, reserved: Reserved, token_ids: tuple[int, ...], *, damaged: bool = False) -> int:
-        """Puts a prompt's KV into blocks, as a hand-off does; returns the first token. `damaged`: it goes wrong."""
-        for position, token in list(enumerate(token_ids))[reserved.skip_tokens :]:
-            block = reserved.blocks[position // BLOCK]
-            self.write(c, reserved.key, block, position % BLOCK, -1 if damaged else token)
-        return next_token(token_ids)
-
-
-def expected(submit: Submit) -> list[int]:
-    """The undisturbed answer."""
-    ids = submit.token_ids
-    answer: list[int] = []
-    while len(answer) < submit.max_new_tokens:
-        answer.append(next_token(ids + tuple(answer)))
-        if answer[-1] in submit.stop_token_ids:
-            break
-    return answer
-
-
-def answers(events: list[Event]) -> dict[str, list[int]]:
-    """Token streams by key; checks that offsets have no gap and no repeat."""
-    streams: dict[str, list[int]] = {}
-    for event in events:
-        if isinstance(event, Tokens):
-            stream = streams.setdefault(event.key, [])
-            assert event.offset == len(stream)
-            stream.extend(event.token_ids)
-    return streams
-
-
-def run(c: DecodeCore, model: Model, steps: int = 200) -> list[Event]:
-    events: list[Event] = []
-    for _ in range(steps):
-        worked = model.step(c)
-        events += c.take_events()
-        if not worked:
-            break
-    return events
 
 
 @pytest.mark.parametrize("tokens", [1, BLOCK - 1, BLOCK, BLOCK + 1, 17])
@@ -229,7 +125,7 @@ def test_a_handed_over_request_that_gives_way_is_computed_again_here() -> None:
     c.apply(Received(key="young", first_token_id=first, finish=None), 0.0)
     events: list[Event] = [Tokens(key="old", offset=0, token_ids=(expected(old)[0],)), *run(c, model, steps=500)]
     assert answers(events) == {"old": expected(old), "young": expected(young)}
-    assert next(e.recomputed for e in events if isinstance(e, Finished) and e.key == "young") > 0
+    assert next(e.turns.recomputed for e in events if isinstance(e, Finished) and e.key == "young") > 0
     assert [e.key for e in events if isinstance(e, Began)] == ["young"], "a request begins once"
 
 
@@ -307,8 +203,8 @@ def test_answers_that_follow_a_hand_off_share_its_full_blocks_and_compute_the_re
     computed = {key: (start, count) for key, start, count in model.step(c)}
     assert [computed[f"r-{i}"] for i in (1, 2, 3)] == [(shared * BLOCK, tokens - shared * BLOCK)] * 3
     held = c.load().blocks.held
-    assert held == len({block for owner in c.pool.owners() for block in c.pool.blocks(owner)})
-    assert held == sum(len(c.pool.blocks(owner)) for owner in c.pool.owners()) - 3 * shared
+    assert held == len({block for owner in c.memory.pool.owners() for block in c.memory.pool.blocks(owner)})
+    assert held == sum(len(c.memory.pool.blocks(owner)) for owner in c.memory.pool.owners()) - 3 * shared
     streams = answers([*c.take_events(), *run(c, model)])
     assert streams == {submit.key: expected(submit) for submit in submits}
     assert c.load().blocks.free == 64
@@ -405,7 +301,7 @@ def test_a_prompt_that_gave_way_half_computed_reports_each_of_its_tokens_once() 
     steps(c, 10)
     assert (c.load().running, c.load().waiting) == (1, 1), "old has outgrown its room"
     events = steps(c, 100)
-    assert next(e.recomputed for e in events if isinstance(e, Finished) and e.key == "young") == 1
+    assert next(e.turns.recomputed for e in events if isinstance(e, Finished) and e.key == "young") == 1
     (began,) = [e for e in events if isinstance(e, Began)]
     assert [logprobs.logprob for logprobs in began.prompt_logprobs] == [-float(p) for p in range(1, 35)]
 
@@ -552,7 +448,7 @@ def test_requests_share_a_prefix_while_they_run_and_one_of_them_is_cancelled() -
         model.step(c)
     c.apply(submits[1], 0.0)
     model.step(c)
-    assert c.pool.blocks("a")[:3] == c.pool.blocks("b")[:3]
+    assert c.memory.pool.blocks("a")[:3] == c.memory.pool.blocks("b")[:3]
     c.apply(Cancel("a"), 0.0)
     events = run(c, model)
     assert answers(events)["b"] == expected(submits[1])
@@ -571,7 +467,7 @@ def test_a_request_that_gave_way_takes_up_what_is_left_of_its_blocks() -> None:
             tokens += sum(count for _, _, count in work)
             events += c.take_events()
         assert answers(events) == {submit.key: expected(submit) for submit in submits}
-        assert next(e.recomputed for e in events if isinstance(e, Finished) and e.key == "b") > 0
+        assert next(e.turns.recomputed for e in events if isinstance(e, Finished) and e.key == "b") > 0
         computed.append(tokens)
     assert computed[0] < computed[1]
 

@@ -6,17 +6,21 @@ import asyncio
 import time
 from typing import cast
 
+import numpy as np
 import pytest
 from diptych.v1 import worker_pb2
 
+from kvtransfer import Arena, KvLayout
 from kvtransfer import Received as Arrived
+from services.decode.copier import Copier
 from services.decode.hand_off import HandOff, Puller
-from services.decode.messages import Cancel, Command, Drained, Received, Reserved, Submit, TransferFailed
+from services.decode.messages import Cancel, Command, Copied, Copy, Drained, Received, Reserved, Submit, TransferFailed
 from services.decode.service import DecodeService
 from services.engine.sampling_spec import SamplingSpec
 from services.errors import HandOffLost
 
 KEY = "r#0"
+ARENA = Arena(KvLayout(model="m", dtype="fp32", layers=2, kv_heads=1, head_dim=2, block_tokens=4), blocks=6)
 ARRIVED = Arrived(
     first_token_id=7, finished=None, bytes=1, pieces=1, duration_s=0.1, exposed_s=0.0, wire_s=0.1, transport="memory"
 )
@@ -65,7 +69,7 @@ class Commands:
 
 async def waiting() -> tuple[DecodeService, FakePuller, Commands]:
     puller, commands = FakePuller(), Commands()
-    service = DecodeService(cast(Puller, puller))
+    service = DecodeService(cast(Puller, puller), Copier(ARENA, host_blocks=4))
     service.attach(commands)
     submit = Submit(
         key=KEY,
@@ -112,3 +116,34 @@ async def test_a_hand_off_that_is_over_at_the_sender_fails_the_request_before_it
     with pytest.raises(HandOffLost, match="expired"):
         raise command.error
     service.close(KEY)
+
+
+async def test_copies_are_made_and_reported_also_when_their_request_is_closed_meanwhile() -> None:
+    service, _, commands = await waiting()
+    ARENA.array[:] = np.arange(ARENA.array.size).reshape(ARENA.array.shape)
+    before = ARENA.array.copy()
+    service.deliver([Copy(key=KEY, out=True, blocks=(1, 4), host_blocks=(3, 0))])
+    service.close(KEY)
+    copied = await until(commands, Copied)
+    assert copied.error is None and copied.seconds > 0
+    ARENA.array[:] = 0
+    service.deliver([Copy(key=KEY, out=False, blocks=(2, 5), host_blocks=(3, 0))])
+    await until(commands, Copied, count=2)
+    assert (ARENA.array[:, :, [2, 5]] == before[:, :, [1, 4]]).all()
+
+
+async def test_a_copy_that_fails_is_reported_with_its_error() -> None:
+    service, _, commands = await waiting()
+    service.deliver([Copy(key=KEY, out=True, blocks=(1, 4), host_blocks=(3,))])
+    copied = await until(commands, Copied)
+    assert copied.key == KEY and "no pairs" in str(copied.error)
+    service.close(KEY)
+
+
+async def until(commands: Commands, kind: type[Copied], count: int = 1) -> Copied:
+    """The last of so many commands of a kind, once they are there."""
+    async with asyncio.timeout(5):
+        while len(found := [command for command in commands.taken if isinstance(command, kind)]) < count:
+            commands.came.clear()
+            await commands.came.wait()
+    return found[-1]

@@ -11,6 +11,7 @@ import packing_twin
 import pytest
 
 from kvtransfer import Arena, KvLayout, MemoryTransport, packing, plan_pieces
+from kvtransfer.device import HostArena
 from kvtransfer.staging import StagingPool
 from kvtransfer.transport.ucx import UcxTransport
 
@@ -95,7 +96,7 @@ def make_cupy(log: list[str]) -> ModuleType:
     module = ModuleType("cupy")
     module.ndarray, module.RawKernel = DeviceArray, RawKernel
     module.cuda = SimpleNamespace(Device=Device, Stream=Stream, Event=Event)
-    for make in (np.zeros, np.empty, np.asarray):
+    for make in (np.zeros, np.empty, np.asarray, np.ascontiguousarray):
         setattr(module, make.__name__, lambda *arguments, make=make: make(*arguments).view(DeviceArray))
     return module
 
@@ -153,3 +154,17 @@ async def test_staging_is_host_memory_where_the_wire_cannot_reach_the_device(log
         buffer.release()
     assert MemoryTransport("m").device_memory
     assert not UcxTransport("a" * 16).device_memory
+
+
+def test_blocks_are_swapped_beside_the_steps_over_pinned_memory(log: list[str]) -> None:
+    arena = Arena(LAYOUT, BLOCKS, "cuda:0")
+    arena.array[...] = np.arange(arena.array.size).reshape(arena.array.shape) % 60_000
+    before = np.array(arena.array)
+    host = HostArena(arena, 4)
+    assert not isinstance(host.array, DeviceArray)
+    host.save([7, 0, 1], [3, 1, 2])
+    arena.array[...] = 0
+    host.restore([3, 1, 2], [5, 6, 7])
+    assert (np.asarray(arena.array)[:, :, [5, 6, 7]] == before[:, :, [7, 0, 1]]).all()
+    assert not np.asarray(arena.array)[:, :, [0, 1, 2, 3, 4, 8, 9, 10, 11]].any()
+    assert set(log) == {"we wait for ours"}, "never for the kernels of a step"

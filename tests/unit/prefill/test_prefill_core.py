@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import settings
@@ -15,14 +16,26 @@ from services.engine.sampling_spec import History, SamplingSpec, TokenLogprobs
 from services.errors import Cancelled, HandOffLost, NotAdmitted
 from services.prefill.core import PrefillCore
 from services.prefill.messages import Admitted, Cancel, Event, Failed, FirstToken, Progress, Released, Submit
+from services.schedule.fcfs import fcfs
+from services.schedule.mlfq import Mlfq
+from services.schedule.policy import Policy
+from services.schedule.priority import priority
 from services.worker.work import Computed
 
 BLOCK = 4
 
 
-def core(blocks: int = 8, chunk_tokens: int = 6, max_batch: int = 4, *, prefix_cache: bool = True) -> PrefillCore:
+def core(
+    blocks: int = 8,
+    chunk_tokens: int = 6,
+    max_batch: int = 4,
+    *,
+    prefix_cache: bool = True,
+    policy: Policy | None = None,
+) -> PrefillCore:
     pool = BlockPool(blocks)
     return PrefillCore(
+        policy=policy or fcfs(),
         pool=pool,
         prefix=PrefixCache(pool, block_tokens=BLOCK, fingerprint="f", enabled=prefix_cache),
         block_tokens=BLOCK,
@@ -233,14 +246,15 @@ def test_prompts_in_flight_share_what_is_computed_and_nothing_else() -> None:
     c = core(blocks=16, chunk_tokens=6)
     c.apply(prompt("a", 14), 0.0)
     step(c)  # 6 of 14: one full block
-    c.apply(prompt("b", 14), 0.0)
-    c.apply(prompt("c", 14), 0.0)
+    c.apply(prompt("b", 7), 0.0)
+    c.apply(prompt("c", 7), 0.0)
+    c.chunk_tokens = 100
     _, events = step(c)
     of = {event.key: event.blocks for event in events if isinstance(event, Admitted)}
     a = c.pool.blocks("a")
     assert [blocks[0] for blocks in of.values()] == [a[0], a[0]]
     owned = [a[1:], of["b"][1:], of["c"][1:]]
-    assert len({block for blocks in owned for block in blocks}) == 9
+    assert len({block for blocks in owned for block in blocks}) == 3 + 1 + 1
 
 
 def test_prompts_that_arrive_together_are_computed_each_for_itself_and_known_once() -> None:
@@ -448,3 +462,42 @@ def test_a_prompt_whose_logprobs_are_wanted_is_computed_whole_although_it_is_kno
         assert [(item.slice.start, len(item.slice.token_ids)) for item in c.plan(0.0)] == [(0, 9)]
         c.complete(c.plan(0.0), [Computed(token_id=7)], 0.0)
         c.apply(Released(key), 0.0)
+
+
+def test_short_prompts_pass_a_long_one_between_its_chunks_and_it_is_not_starved() -> None:
+    """Feedback queues; first come, first served they wait for its end."""
+    for policy, first in ((Mlfq(step_s=0.006, starvation_s=0.05), "short-0"), (fcfs(), "long")):
+        c = core(blocks=64, chunk_tokens=6, policy=policy)
+        c.apply(prompt("long", 0, ids=range(1000, 1060)), 0.0)
+        slices, _ = step(c, now_s=0.0)
+        assert slices == [("long", 0, 6)]
+        ended: list[str] = []
+        for turn in range(40):
+            if turn < 20:
+                c.apply(prompt(f"short-{turn}", 0, ids=range(100 * turn, 100 * turn + 6)), turn * 0.01)
+            _, events = step(c, now_s=turn * 0.01)
+            ended += [event.key for event in events if isinstance(event, FirstToken)]
+            for key in ended:
+                c.apply(Released(key), turn * 0.01)
+        assert ended[0] == first
+        assert "long" in ended and len(ended) == 21
+
+
+def test_kv_that_a_long_prompt_holds_between_its_chunks_is_its_own_and_it_goes_on_when_nobody_else_can() -> None:
+    c = core(blocks=4, chunk_tokens=6, policy=priority())
+    c.apply(prompt("long", 0, ids=range(1000, 1013)), 0.0)  # all 4 blocks
+    step(c)
+    c.apply(replace(prompt("urgent", 4), priority=1), 0.0)
+    assert [key for key, _, _ in step(c)[0]] == ["long"]
+    assert [key for key, _, _ in step(c)[0]] == ["long"]
+    assert step(c)[0] == []
+    c.apply(Released("long"), 1.0)
+    assert [key for key, _, _ in step(c)[0]] == ["urgent"]
+
+
+def test_load_names_the_schedule_and_counts_its_levels() -> None:
+    c = core(policy=Mlfq(step_s=0.006))
+    c.apply(prompt("long", 30), 0.0)
+    c.apply(prompt("short", 5), 0.0)
+    load = c.load()
+    assert load.schedule == "mlfq" and sum(load.levels) == 2 and load.levels[0] <= 1

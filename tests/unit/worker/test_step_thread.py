@@ -79,7 +79,7 @@ class Listener:
                 await self._news.wait()
 
 
-async def test_steps_run_on_one_thread_and_each_wakes_the_loop_once() -> None:
+async def test_steps_run_on_one_thread_and_each_wakes_the_loop_once_and_news_of_before_do_not_wait_for_it() -> None:
     core, listener = CountingCore(), Listener()
     numbers = iter(range(100))
     thread = StepThread(
@@ -88,7 +88,7 @@ async def test_steps_run_on_one_thread_and_each_wakes_the_loop_once() -> None:
     thread.submit(3)
     thread.start()
     assert await listener.until("token 2") == ["took 3", "token 0", "token 1", "token 2"]
-    assert [len(batch) for batch in listener.batches] == [2, 1, 1]
+    assert listener.batches == [["took 3"], ["token 0"], ["token 1"], ["token 2"]]
     thread.submit(1)
     assert (await listener.until("token 3"))[-2:] == ["took 1", "token 3"]
     await thread.stop(5)

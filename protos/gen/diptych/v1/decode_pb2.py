@@ -27,7 +27,7 @@ from diptych.v1 import worker_pb2 as diptych_dot_v1_dot_worker__pb2
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x64iptych/v1/decode.proto\x12\ndiptych.v1\x1a\x18\x64iptych/v1/request.proto\x1a\x17\x64iptych/v1/worker.proto\x1a\x1egoogle/protobuf/duration.proto\"\x85\x01\n\rDecodeRequest\x12&\n\x08sequence\x18\x01 \x01(\x0b\x32\x14.diptych.v1.Sequence\x12%\n\x06worker\x18\x02 \x01(\x0b\x32\x15.diptych.v1.WorkerRef\x12%\n\x08hand_off\x18\x03 \x01(\x0b\x32\x13.diptych.v1.HandOff\"o\n\x07HandOff\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12%\n\x06sender\x18\x02 \x01(\x0b\x32\x15.diptych.v1.WorkerRef\x12(\n\x05limit\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xb9\x01\n\x0e\x44\x65\x63odeResponse\x12\x0e\n\x06offset\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12&\n\x05\x62\x65gin\x18\x03 \x01(\x0b\x32\x17.diptych.v1.DecodeBegin\x12/\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x18.diptych.v1.FinishReason\x12+\n\x08logprobs\x18\x05 \x03(\x0b\x32\x19.diptych.v1.TokenLogprobs\"\xfc\x01\n\x0b\x44\x65\x63odeBegin\x12(\n\x05queue\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\x08transfer\x18\x02 \x01(\x0b\x32\x1a.diptych.v1.TransferReport\x12\x32\n\x0fprefill_compute\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x16\n\x0eprefill_chunks\x18\x04 \x01(\r\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\x12\x32\n\x0fprompt_logprobs\x18\x06 \x03(\x0b\x32\x19.diptych.v1.TokenLogprobs2R\n\rDecodeService\x12\x41\n\x06\x44\x65\x63ode\x12\x19.diptych.v1.DecodeRequest\x1a\x1a.diptych.v1.DecodeResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x64iptych/v1/decode.proto\x12\ndiptych.v1\x1a\x18\x64iptych/v1/request.proto\x1a\x17\x64iptych/v1/worker.proto\x1a\x1egoogle/protobuf/duration.proto\"\x85\x01\n\rDecodeRequest\x12&\n\x08sequence\x18\x01 \x01(\x0b\x32\x14.diptych.v1.Sequence\x12%\n\x06worker\x18\x02 \x01(\x0b\x32\x15.diptych.v1.WorkerRef\x12%\n\x08hand_off\x18\x03 \x01(\x0b\x32\x13.diptych.v1.HandOff\"o\n\x07HandOff\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12%\n\x06sender\x18\x02 \x01(\x0b\x32\x15.diptych.v1.WorkerRef\x12(\n\x05limit\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xdb\x01\n\x0e\x44\x65\x63odeResponse\x12\x0e\n\x06offset\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12&\n\x05\x62\x65gin\x18\x03 \x01(\x0b\x32\x17.diptych.v1.DecodeBegin\x12/\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x18.diptych.v1.FinishReason\x12+\n\x08logprobs\x18\x05 \x03(\x0b\x32\x19.diptych.v1.TokenLogprobs\x12 \n\x05turns\x18\x06 \x01(\x0b\x32\x11.diptych.v1.Turns\"\xfc\x01\n\x0b\x44\x65\x63odeBegin\x12(\n\x05queue\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\x08transfer\x18\x02 \x01(\x0b\x32\x1a.diptych.v1.TransferReport\x12\x32\n\x0fprefill_compute\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x16\n\x0eprefill_chunks\x18\x04 \x01(\r\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\x12\x32\n\x0fprompt_logprobs\x18\x06 \x03(\x0b\x32\x19.diptych.v1.TokenLogprobs2R\n\rDecodeService\x12\x41\n\x06\x44\x65\x63ode\x12\x19.diptych.v1.DecodeRequest\x1a\x1a.diptych.v1.DecodeResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,9 +39,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HANDOFF']._serialized_start=258
   _globals['_HANDOFF']._serialized_end=369
   _globals['_DECODERESPONSE']._serialized_start=372
-  _globals['_DECODERESPONSE']._serialized_end=557
-  _globals['_DECODEBEGIN']._serialized_start=560
-  _globals['_DECODEBEGIN']._serialized_end=812
-  _globals['_DECODESERVICE']._serialized_start=814
-  _globals['_DECODESERVICE']._serialized_end=896
+  _globals['_DECODERESPONSE']._serialized_end=591
+  _globals['_DECODEBEGIN']._serialized_start=594
+  _globals['_DECODEBEGIN']._serialized_end=846
+  _globals['_DECODESERVICE']._serialized_start=848
+  _globals['_DECODESERVICE']._serialized_end=930
 # @@protoc_insertion_point(module_scope)

@@ -102,6 +102,7 @@ class DecodeResponse(_message.Message):
     BEGIN_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    TURNS_FIELD_NUMBER: _builtins.int
     offset: _builtins.int
     """Number of generated tokens of this leg before the first one here (0 is the first token, which prefill also reports)."""
     finish_reason: _request_pb2.FinishReason.ValueType
@@ -120,6 +121,10 @@ class DecodeResponse(_message.Message):
         the prefill leg has told.
         """
 
+    @_builtins.property
+    def turns(self) -> _request_pb2.Turns:
+        """Last message only: what scheduling did with the request."""
+
     def __init__(
         self,
         *,
@@ -128,10 +133,11 @@ class DecodeResponse(_message.Message):
         begin: Global___DecodeBegin | None = ...,
         finish_reason: _request_pb2.FinishReason.ValueType = ...,
         logprobs: _abc.Iterable[_request_pb2.TokenLogprobs] | None = ...,
+        turns: _request_pb2.Turns | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "turns", b"turns"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "offset", b"offset", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "offset", b"offset", "token_ids", b"token_ids", "turns", b"turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

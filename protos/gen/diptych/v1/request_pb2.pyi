@@ -294,6 +294,46 @@ class TransferReport(_message.Message):
 Global___TransferReport: _TypeAlias = TransferReport  # noqa: Y015
 
 @_typing.final
+class Turns(_message.Message):
+    """What scheduling did with a request on its decode worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    RECOMPUTED_FIELD_NUMBER: _builtins.int
+    SWAPPED_BYTES_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    LOWEST_LEVEL_FIELD_NUMBER: _builtins.int
+    preemptions: _builtins.int
+    """Times it could have gone on and other requests ran instead."""
+    recomputed: _builtins.int
+    """Times it gave its KV up and was computed again."""
+    swapped_bytes: _builtins.int
+    """KV bytes copied to host memory and back, both directions together."""
+    lowest_level: _builtins.int
+    """Lowest level of the feedback queue that it came to. 0 is the top."""
+    @_builtins.property
+    def waiting(self) -> _duration_pb2.Duration:
+        """Time between its first and its last token in which it had no step."""
+
+    def __init__(
+        self,
+        *,
+        preemptions: _builtins.int = ...,
+        recomputed: _builtins.int = ...,
+        swapped_bytes: _builtins.int = ...,
+        waiting: _duration_pb2.Duration | None = ...,
+        lowest_level: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["waiting", b"waiting"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lowest_level", b"lowest_level", "preemptions", b"preemptions", "recomputed", b"recomputed", "swapped_bytes", b"swapped_bytes", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Turns: _TypeAlias = Turns  # noqa: Y015
+
+@_typing.final
 class Phases(_message.Message):
     """Where the time of one request went. Absent durations are phases that did not happen."""
 
@@ -312,6 +352,7 @@ class Phases(_message.Message):
     DECODE_WORKER_FIELD_NUMBER: _builtins.int
     LOCAL_PREFILL_REASON_FIELD_NUMBER: _builtins.int
     PLACEMENTS_FIELD_NUMBER: _builtins.int
+    TURNS_FIELD_NUMBER: _builtins.int
     prefill_chunks: _builtins.int
     """Chunks the prompt was computed in."""
     prefill_worker: _builtins.str
@@ -356,6 +397,10 @@ class Phases(_message.Message):
     def total(self) -> _duration_pb2.Duration:
         """From arrival to the end."""
 
+    @_builtins.property
+    def turns(self) -> Global___Turns:
+        """What scheduling did with it on the last decode worker. Absent when that worker did not end it: a stop string did."""
+
     def __init__(
         self,
         *,
@@ -372,10 +417,11 @@ class Phases(_message.Message):
         decode_worker: _builtins.str = ...,
         local_prefill_reason: _builtins.str = ...,
         placements: _builtins.int = ...,
+        turns: Global___Turns | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["first_token", b"first_token", "prefill_compute", b"prefill_compute", "prefill_queue", b"prefill_queue", "queue", b"queue", "time_per_token", b"time_per_token", "tokenize", b"tokenize", "total", b"total", "transfer", b"transfer"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["first_token", b"first_token", "prefill_compute", b"prefill_compute", "prefill_queue", b"prefill_queue", "queue", b"queue", "time_per_token", b"time_per_token", "tokenize", b"tokenize", "total", b"total", "transfer", b"transfer", "turns", b"turns"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_worker", b"decode_worker", "first_token", b"first_token", "local_prefill_reason", b"local_prefill_reason", "placements", b"placements", "prefill_chunks", b"prefill_chunks", "prefill_compute", b"prefill_compute", "prefill_queue", b"prefill_queue", "prefill_worker", b"prefill_worker", "queue", b"queue", "time_per_token", b"time_per_token", "tokenize", b"tokenize", "total", b"total", "transfer", b"transfer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_worker", b"decode_worker", "first_token", b"first_token", "local_prefill_reason", b"local_prefill_reason", "placements", b"placements", "prefill_chunks", b"prefill_chunks", "prefill_compute", b"prefill_compute", "prefill_queue", b"prefill_queue", "prefill_worker", b"prefill_worker", "queue", b"queue", "time_per_token", b"time_per_token", "tokenize", b"tokenize", "total", b"total", "transfer", b"transfer", "turns", b"turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

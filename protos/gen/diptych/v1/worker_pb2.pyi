@@ -116,8 +116,9 @@ class BlockCounts(_message.Message):
     LEASED_FIELD_NUMBER: _builtins.int
     SWAPPED_FIELD_NUMBER: _builtins.int
     CACHED_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
     total: _builtins.int
-    """All blocks of the pool."""
+    """All blocks of the pool, and those in host memory."""
     free: _builtins.int
     """Not in use: what can be allocated, `cached` included."""
     held: _builtins.int
@@ -125,9 +126,11 @@ class BlockCounts(_message.Message):
     leased: _builtins.int
     """Kept for a receiver that has not acknowledged yet."""
     swapped: _builtins.int
-    """In host memory. Always 0 in this version."""
+    """In host memory: KV of requests that gave way. Counted in total beside the pool's blocks; total - swapped is the pool."""
     cached: _builtins.int
     """Those of the free blocks that keep the KV of a known prefix until they are needed."""
+    host: _builtins.int
+    """Blocks of host memory that requests may be placed on as well, because running ones give way: 0 where none does."""
     def __init__(
         self,
         *,
@@ -137,10 +140,11 @@ class BlockCounts(_message.Message):
         leased: _builtins.int = ...,
         swapped: _builtins.int = ...,
         cached: _builtins.int = ...,
+        host: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "free", b"free", "held", b"held", "leased", b"leased", "swapped", b"swapped", "total", b"total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "free", b"free", "held", b"held", "host", b"host", "leased", b"leased", "swapped", b"swapped", "total", b"total"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -250,6 +254,9 @@ class WorkerView(_message.Message):
     HEARTBEAT_AGE_FIELD_NUMBER: _builtins.int
     PREFILL_FIT_FIELD_NUMBER: _builtins.int
     STEP_FIT_FIELD_NUMBER: _builtins.int
+    LEVEL_REQUESTS_FIELD_NUMBER: _builtins.int
+    SWAPPED_REQUESTS_FIELD_NUMBER: _builtins.int
+    SCHEDULE_FIELD_NUMBER: _builtins.int
     LINKS_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     """What it does."""
@@ -267,6 +274,10 @@ class WorkerView(_message.Message):
     """Requests running."""
     waiting: _builtins.int
     """Requests waiting inside the worker."""
+    swapped_requests: _builtins.int
+    """Those of the waiting ones whose KV is in host memory, or on its way there or back."""
+    schedule: _builtins.str
+    """The schedule by name, for "auto" with what it is now: "auto (fcfs)"."""
     @_builtins.property
     def ref(self) -> Global___WorkerRef:
         """Identity."""
@@ -288,6 +299,10 @@ class WorkerView(_message.Message):
         """How long its decode steps take. Absent until it has computed enough of them to say."""
 
     @_builtins.property
+    def level_requests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Requests by level of its schedule, the top first. Schedules without levels have one."""
+
+    @_builtins.property
     def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___Link]:
         """What the data plane from each prefill worker to this one can do, measured when the two met. Of decode workers."""
 
@@ -307,11 +322,14 @@ class WorkerView(_message.Message):
         heartbeat_age: _duration_pb2.Duration | None = ...,
         prefill_fit: Global___PrefillFit | None = ...,
         step_fit: Global___StepFit | None = ...,
+        level_requests: _abc.Iterable[_builtins.int] | None = ...,
+        swapped_requests: _builtins.int = ...,
+        schedule: _builtins.str = ...,
         links: _abc.Iterable[Global___Link] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "heartbeat_age", b"heartbeat_age", "prefill_fit", b"prefill_fit", "ref", b"ref", "step_fit", b"step_fit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "blocks", b"blocks", "context_tokens", b"context_tokens", "heartbeat_age", b"heartbeat_age", "links", b"links", "model", b"model", "prefill_fit", b"prefill_fit", "queued_tokens", b"queued_tokens", "ref", b"ref", "role", b"role", "running", b"running", "state", b"state", "step_fit", b"step_fit", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "blocks", b"blocks", "context_tokens", b"context_tokens", "heartbeat_age", b"heartbeat_age", "level_requests", b"level_requests", "links", b"links", "model", b"model", "prefill_fit", b"prefill_fit", "queued_tokens", b"queued_tokens", "ref", b"ref", "role", b"role", "running", b"running", "schedule", b"schedule", "state", b"state", "step_fit", b"step_fit", "swapped_requests", b"swapped_requests", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,116 @@
+"""Whose turn it is: the policy, told of all that it must know, and what its turns did to the requests.
+
+A row of a step is charged the step's time, a chunk what it would take by itself: rows beside a long prompt have not
+used so much time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from services.decode.requests import MOVING, Request, Requests, Stage
+from services.latency import Latency
+from services.schedule.policy import Change, Job, Policy
+from services.worker.turns import chunk_s, prompt_s
+from services.worker.work import Work
+
+log = logging.getLogger(__name__)
+
+GUESSED_STEP_S: Final = 0.03
+"""Before the first step was measured."""
+
+
+@dataclass(kw_only=True)
+class Order:
+    """The order of one worker's requests. `latency` says what it knows of its speed by now."""
+
+    policy: Policy
+    requests: Requests
+    latency: Callable[[], Latency]
+    _ran: set[str] = field(default_factory=set, init=False)  # in the last step
+    _step_s: float = field(default=GUESSED_STEP_S, init=False)  # of rows alone, lately
+
+    def arrive(self, request: Request, now_s: float) -> None:
+        """It wants to run from now on: at once, as soon as it has memory, or as soon as its KV was handed over."""
+        submit = request.submit
+        job = Job(
+            key=request.key,
+            first_step_s=self._first_step_s(request),
+            tenant=submit.tenant,
+            priority=submit.priority,
+            deadline_s=submit.deadline_s,
+            most_tokens=submit.max_new_tokens + (len(submit.token_ids) if submit.local else 0),
+        )
+        self.policy.arrive(job, now_s)
+        request.lowest_level = self.policy.level(request.key)
+
+    def finish(self, request: Request, *, completed: bool) -> None:
+        """It is over."""
+        self.policy.finish(request.key, completed=completed)
+        self._ran.discard(request.key)
+
+    def choose(self, batch: int, now_s: float) -> list[str]:
+        """Whose turn it is in the next step, `batch` at most, best first. Who is being received needs no turn."""
+        keys = self.policy.choose(batch + self.requests.count(Stage.RECEIVING), now_s)
+        self._note_changes()
+        return [key for key in keys if self.requests[key].stage is not Stage.RECEIVING][:batch]
+
+    def next_ones(self, limit: int, batch: int, now_s: float) -> list[str]:
+        """Whose turn comes next, those of the next step included."""
+        return [one.key for one in self.policy.upcoming(limit, batch, now_s)]
+
+    def step_s(self, keys: Sequence[str]) -> float:
+        """Predicted time of a step that decodes a token of each."""
+        if not keys or (fit := self.latency().step) is None:
+            return self._step_s
+        context = sum([len(self.requests[key].sequence.token_ids) for key in keys])
+        return fit.step_s(context_tokens=context, batch=len(keys))
+
+    def begin(self, step: Sequence[Request], now_s: float) -> None:
+        """A step begins with these: who ran in the one before and could go on is preempted."""
+        running = {request.key for request in step}
+        for key in self._ran - running:
+            request = self.requests.get(key)
+            if request is not None:
+                request.preemptions += 1
+                request.note(Change(key=key, what="preempted", at_s=now_s, level=self.policy.level(key)))
+        for request in step:
+            if request.ready_s:
+                request.waited_s += max(0.0, now_s - max(request.ran_s, request.ready_s))
+        self._ran = running
+
+    def ran(self, work: Sequence[Work], seconds: float, now_s: float) -> None:
+        """They were computed in a step of so many seconds that ends now."""
+        rows = [item.key for item in work if len(item.slice.token_ids) == 1]
+        row_s = seconds
+        if len(rows) < len(work):
+            row_s = min(seconds, self.step_s(rows))
+        if rows:
+            self._step_s = row_s
+            self.policy.measured(row_s)
+            self.policy.ran(rows, row_s, now_s)
+        for item in work:
+            self.requests[item.key].ran_s = now_s
+            if (tokens := len(item.slice.token_ids)) > 1:
+                self.policy.ran([item.key], chunk_s(self.latency().prefill, item.slice, seconds), now_s, tokens=tokens)
+        self._note_changes()
+
+    def stuck(self) -> bool:
+        """Nothing that is under way would ever let anybody run again."""
+        return not self.requests.count(Stage.RECEIVING, Stage.DRAINING, *MOVING)
+
+    def _first_step_s(self, request: Request) -> float:
+        tokens, latency = len(request.submit.token_ids), self.latency()
+        if request.local:
+            return prompt_s(latency.prefill, tokens)
+        return 0.0 if latency.step is None else latency.step.step_s(context_tokens=tokens + 1, batch=1)
+
+    def _note_changes(self) -> None:
+        for change in self.policy.take_changes():
+            if not change.key:
+                log.info("schedule %s: %s", self.policy.name, change.detail)
+            elif (request := self.requests.get(change.key)) is not None:
+                request.note(change)
