@@ -155,7 +155,7 @@ async def test_the_openai_client_gets_the_logprobs_of_the_text_streamed_and_not(
         "messages": [{"role": "user", "content": "What is the capital of France?"}],
         "max_tokens": 30,
         "temperature": 0.8,
-        "seed": 3,
+        "seed": 4,
         "frequency_penalty": 0.5,
         "logprobs": True,
         "top_logprobs": 4,

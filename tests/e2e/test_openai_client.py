@@ -84,7 +84,7 @@ async def test_errors_are_what_the_client_expects(client: openai.AsyncOpenAI, me
     with pytest.raises(openai.BadRequestError, match="2048"):
         await client.completions.create(model=MODEL, prompt=[5], max_tokens=4000, stream=True)
     with pytest.raises(openai.BadRequestError) as refused:
-        await client.completions.create(model=MODEL, prompt="x", n=2)
+        await client.completions.create(model=MODEL, prompt="x", n=17)
     assert refused.value.param == "n"
     for prompt in ("", [], [""]):
         with pytest.raises(openai.BadRequestError):
