@@ -30,6 +30,7 @@ from kvtransfer.offer import Offer
 from kvtransfer.staging import StagingBuffer
 from kvtransfer.states import SendState
 from kvtransfer.transport.base import Endpoint, Operation
+from kvtransfer.waiting import while_well
 
 log = logging.getLogger(__name__)
 
@@ -160,8 +161,9 @@ class Outgoing:
 
     async def _send(self, piece: Piece) -> None:
         equipment = self._equipment
-        endpoint = await self._connected()
-        buffer = await equipment.staging.acquire(piece.bytes, self._offer.lease.remaining_s(equipment.clock))
+        endpoint = await while_well(self._connected(), self._until, self._changed)
+        acquiring = equipment.staging.acquire(piece.bytes, self._offer.lease.remaining_s(equipment.clock))
+        buffer = await while_well(acquiring, self._until, self._changed, undo=StagingBuffer.release)
         memory = buffer.memory[: piece.bytes]
         try:
             crc32 = await equipment.copies.run(lambda: self._gather(piece, memory))
@@ -202,7 +204,7 @@ class Outgoing:
         )
         self._offer.move(SendState.SENT)
         while self._acknowledged is None:
-            await self._void_posted()
+            await while_well(self._void_posted(), self._until, self._changed)
             await self._until(lambda: self._acknowledged is not None or self._posted > self._next)
         if self._acknowledged != self._sent_bytes:
             raise ProtocolViolation(f"{self._acknowledged} bytes were acknowledged of {self._sent_bytes} sent")
