@@ -37,6 +37,7 @@ from kvtransfer.received import Received
 from kvtransfer.staging import StagingBuffer
 from kvtransfer.states import RECEIVE_TRANSITIONS, BufferState, Life, ReceiveState
 from kvtransfer.transport.base import Endpoint, Operation
+from kvtransfer.waiting import while_well
 
 log = logging.getLogger(__name__)
 
@@ -211,7 +212,8 @@ class Incoming:
             if buffer is None:
                 if len(self._posts) > self._placed:
                     break
-                buffer = await self._equipment.staging.acquire(piece.bytes, self._remaining_s())
+                acquiring = self._equipment.staging.acquire(piece.bytes, self._remaining_s())
+                buffer = await while_well(acquiring, self._until, self._changed, undo=StagingBuffer.release)
             memory = buffer.memory[: piece.bytes]
             operation = self._endpoint.receive(memory, self._accepted.tag_base + piece.index)
             buffer.post()

@@ -30,6 +30,7 @@ from kvtransfer.messages import Accepted, Acknowledge, Control, Finished, Posted
 from kvtransfer.offer import Offer
 from kvtransfer.staging import StagingBuffer
 from kvtransfer.transport.base import Endpoint, Operation
+from kvtransfer.waiting import while_well
 
 log = logging.getLogger(__name__)
 
@@ -163,8 +164,9 @@ class Outgoing:
 
     async def _send(self, piece: Piece) -> None:
         equipment = self._equipment
-        endpoint = await self._connected()
-        buffer = await equipment.staging.acquire(piece.bytes, self._offer.lease.remaining_s(equipment.clock))
+        endpoint = await while_well(self._connected(), self._until, self._changed)
+        acquiring = equipment.staging.acquire(piece.bytes, self._offer.lease.remaining_s(equipment.clock))
+        buffer = await while_well(acquiring, self._until, self._changed, undo=StagingBuffer.release)
         memory = buffer.memory[: piece.bytes]
         try:
             crc32 = await equipment.copies.run(lambda: self._gather(piece, memory))
@@ -206,7 +208,7 @@ class Outgoing:
         self._told = True
         self._offer.tell(self._claim)
         while self._acknowledged is None:
-            await self._void_posted()
+            await while_well(self._void_posted(), self._until, self._changed)
             await self._until(lambda: self._acknowledged is not None or self._posted > self._next)
         if self._acknowledged != self._sent_bytes:
             raise ProtocolViolation(f"{self._acknowledged} bytes were acknowledged of {self._sent_bytes} sent")

@@ -30,7 +30,7 @@ from services.cluster.embedded import EmbeddedRedis
 AWAY_S: Final = 5.0
 PROMPT_TOKENS: Final = 400
 ANSWER_TOKENS: Final = {Side.SENDER: 8, Side.RECEIVER: 60}
-BACK_S: Final = 10.0
+BACK_S: Final = 15.0
 """Within this of Redis's return the workers are known again and hold nothing."""
 
 _PLACED_S: Final = 0.4

@@ -12,6 +12,7 @@ import pytest_asyncio
 from kv_pairs import LAYOUT, RECEIVER, control_pair, make_transport, pair_over, until
 
 from kvtransfer import (
+    Accepted,
     Acknowledge,
     Finished,
     MemoryTransport,
@@ -193,6 +194,27 @@ async def test_a_lost_acknowledgement_is_recovered_by_the_lease(below):
         assert pair.released == ["t"]
         with pytest.raises(UnknownTransfer, match="expired"):
             await pair.pull("t", 20, blocks=blocks)
+
+
+async def test_a_receiver_whose_connection_is_gone_before_the_first_piece_holds_no_blocks(below):
+    """The sender once waited five seconds for a connection, whatever its control stream said meanwhile.
+
+    It waits for it when the stream ends: the connection it waits for can never come.
+    """
+    async with pair_over(below, below) as pair:
+        pair.fill("t", 20)
+        offer = pair.offer("t", 20)
+        offer.advance(20)
+        offer.finish(3)
+        stream = pair.start_serving()
+        await stream.send(pair.opening("t", receiver_incarnation="f" * 16))
+        await stream.send(Posted(pieces=1))
+        assert isinstance(await stream.receive(), Accepted)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert pair.released == []
+        await stream.close()
+        await until(lambda: pair.released == ["t"], timeout_s=1.0)
 
 
 async def test_a_stream_loses_what_it_is_told_to_lose_and_goes_on():
