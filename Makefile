@@ -14,7 +14,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 TORCH_INDEX ?=
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar on \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c constraints.txt
-# One thread for each process: the tests start many. What starts whole meshes runs one test at a time.
+# One thread for each process: the tests start many. Two files at a time: while a mesh starts, another one's test waits.
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false UCX_WARN_UNUSED_ENV_VARS=n
 
 .PHONY: help setup demo test faults gpu soak unit check lint protos clean
@@ -39,7 +39,7 @@ demo: setup ## start a mesh, ask it one question, show where the time went, stop
 
 test: setup ## the whole test suite
 	$(TEST_ENV) $(BIN)/pytest -q -n 2 tests/unit tests/architecture tests/contract
-	$(TEST_ENV) $(BIN)/pytest -q --durations=10 tests/integration tests/e2e tests/gpu
+	$(TEST_ENV) $(BIN)/pytest -q -n 2 --dist loadfile --durations=10 tests/integration tests/e2e tests/gpu
 
 gpu: setup ## on a machine with a CUDA GPU: checks and times everything that needs one (pip install -e '.[gpu]' first)
 	$(BIN)/pytest -q tests/gpu
