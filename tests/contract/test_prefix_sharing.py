@@ -21,6 +21,7 @@ from kvtransfer.blocks import BlockPool
 from kvtransfer.contents import BlockKey
 from services.decode import messages as decode
 from services.decode.core import DecodeCore
+from services.decode.memory import Memory
 from services.engine.card import read_card
 from services.engine.generic import GenericRunner
 from services.engine.model import LoadedModel, load
@@ -28,6 +29,9 @@ from services.engine.prefix import PrefixCache
 from services.engine.sampling import SamplingSpec
 from services.prefill import messages as prefill
 from services.prefill.core import PrefillCore
+from services.schedule.budget import Bandwidth, Reserve
+from services.schedule.fcfs import fcfs
+from services.schedule.swap import SwapMode, Swapper
 from services.worker.executor import Executor
 
 BLOCK = 16
@@ -52,16 +56,35 @@ class SpoilingPool(BlockPool):
         return given
 
 
+def decode_core(pool: BlockPool, prefix: PrefixCache) -> DecodeCore:
+    """Who gives way is computed again."""
+    swapper = Swapper(
+        mode=SwapMode.RECOMPUTE,
+        block_bytes=1,
+        block_tokens=BLOCK,
+        bandwidth=Bandwidth(bytes_per_s=1e9),
+        reserve=Reserve(total_blocks=pool.counts().total),
+    )
+    memory = Memory(pool=pool, host=BlockPool(0), prefix=prefix, swapper=swapper)
+    return DecodeCore(memory=memory, policy=fcfs(), chunk_tokens=48, max_batch=4)
+
+
+def prefill_core(pool: BlockPool, prefix: PrefixCache) -> PrefillCore:
+    return PrefillCore(policy=fcfs(), pool=pool, prefix=prefix, block_tokens=BLOCK, chunk_tokens=48, max_batch=4)
+
+
 class Worker:
     """A core with its engine and its memory. `computed` counts the tokens it has computed."""
 
-    def __init__(self, model: LoadedModel, core: Callable[..., DecodeCore | PrefillCore], blocks: int) -> None:
+    def __init__(
+        self, model: LoadedModel, core: Callable[[BlockPool, PrefixCache], DecodeCore | PrefillCore], blocks: int
+    ) -> None:
         card = model.card
         shape = (card.layers, 2, blocks, BLOCK, card.kv_heads, card.head_dim)
         self.arena = np.full(shape, np.nan, dtype=np.float32)
         pool = SpoilingPool(self.arena)
         prefix = PrefixCache(pool, block_tokens=BLOCK, fingerprint=card.fingerprint)
-        self.core = core(pool=pool, prefix=prefix, block_tokens=BLOCK, chunk_tokens=48, max_batch=4)
+        self.core = core(pool, prefix)
         self.execute = Executor(GenericRunner(model, self.arena))
         self.computed = 0
 
@@ -82,10 +105,10 @@ class Case:
         self.reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
     def decode(self, blocks: int = 160) -> Worker:
-        return Worker(self.model, DecodeCore, blocks)
+        return Worker(self.model, decode_core, blocks)
 
     def prefill(self, blocks: int = 160) -> Worker:
-        return Worker(self.model, PrefillCore, blocks)
+        return Worker(self.model, prefill_core, blocks)
 
     def expected(self, prompt: Sequence[int], new_tokens: int = NEW_TOKENS) -> list[int]:
         output = self.reference.generate(
