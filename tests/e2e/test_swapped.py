@@ -56,9 +56,9 @@ def of_turns(answers: Sequence[Answer], name: str) -> int:
     ("prefill", "swap", "dtype"),
     [
         (1, "proactive", "fp32"),
-        (1, "reactive", "fp32"),
-        (1, "recompute", "fp32"),
-        (0, "proactive", "fp32"),
+        pytest.param(1, "reactive", "fp32", marks=pytest.mark.soak),
+        pytest.param(1, "recompute", "fp32", marks=pytest.mark.soak),
+        pytest.param(0, "proactive", "fp32", marks=pytest.mark.soak),
         (0, "recompute", "fp32"),
         (1, "proactive", "bf16"),
     ],
