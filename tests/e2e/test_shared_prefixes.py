@@ -43,8 +43,9 @@ async def test_a_second_ask_is_cached_and_moves_only_the_rest(mesh: Mesh, tokens
         assert answer.phases.transfer.bytes == (tokens - known) * TINY_TOKEN_BYTES
         assert answer.phases.prefill_chunks == -(-(tokens - known) // 64)
     await until_free(mesh)
-    async with asyncio.timeout(LIMIT_S):  # what workers say of themselves comes with their next heartbeat
-        while not all(worker.blocks.cached >= tokens // BLOCK for worker in await workers(mesh)):
+    async with asyncio.timeout(LIMIT_S):
+        # What workers say of themselves comes with their next heartbeat.
+        while not all(worker.blocks.cached >= tokens // BLOCK for worker in await workers(mesh)):  # noqa: ASYNC110
             await asyncio.sleep(0.1)
 
 
