@@ -120,7 +120,8 @@ class DecodeService:
             stream.keep.cancel()
         if stream.pull:
             stream.pull.cancel()
-        elif stream.hand_off and not stream.arrived:
+        # Also beside a pull: one that is cancelled before it began has told the sender nothing.
+        if stream.hand_off and not stream.arrived:
             self._spawn(self._puller.release(stream.hand_off), stream.context)
 
     def deliver(self, events: Sequence[Event]) -> None:
