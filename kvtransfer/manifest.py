@@ -67,11 +67,6 @@ class Manifest:
         """KV bytes of all pieces."""
         return sum(piece.bytes for piece in self.pieces)
 
-    @property
-    def largest_piece_bytes(self) -> int:
-        """What a staging buffer must hold; 0 without pieces."""
-        return max((piece.bytes for piece in self.pieces), default=0)
-
 
 def plan_pieces(sender: KvLayout, receiver: KvLayout, tokens: int, skip_tokens: int = 0) -> tuple[Piece, ...]:
     """Cuts tokens [skip_tokens, tokens) of what both shards hold into pieces, by token range first, then by layer

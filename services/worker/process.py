@@ -49,7 +49,6 @@ CommandT = TypeVar("CommandT")
 EventT = TypeVar("EventT")
 
 DRAIN_LIMIT_S = 20.0
-_CRASH_POLL_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -108,6 +108,19 @@ async def test_a_request_that_is_closed_while_it_waits_stops_renewing_and_releas
     assert commands.taken[-1] == Cancel(KEY)
 
 
+@pytest.mark.parametrize("begun", [False, True])
+async def test_a_request_that_is_closed_before_its_kv_has_come_releases_whether_its_pull_has_begun(begun: bool) -> None:
+    """A pull that was cancelled before its first step told the sender nothing: the KV stayed there until its lease ended."""
+    service, puller, commands = await waiting()
+    service.deliver([Reserved(key=KEY, blocks=(0,), skip_tokens=0)])
+    if begun:
+        await asyncio.sleep(0)
+    service.close(KEY)
+    await asyncio.sleep(0.01)
+    assert (puller.released, service.outstanding) == (["t"], 0)
+    assert commands.taken[-1] == Drained(KEY)
+
+
 async def test_a_hand_off_that_is_over_at_the_sender_fails_the_request_before_it_has_blocks() -> None:
     service, puller, commands = await waiting()
     puller.lost.set_exception(HandOffLost("expired"))
