@@ -110,7 +110,7 @@ async def test_a_request_that_is_closed_while_it_waits_stops_renewing_and_releas
 
 @pytest.mark.parametrize("begun", [False, True])
 async def test_a_request_that_is_closed_before_its_kv_has_come_releases_whether_its_pull_has_begun(begun: bool) -> None:
-    """A pull that was cancelled before its first step told the sender nothing: the KV stayed there until its lease ended."""
+    """A pull that was cancelled before its first step told the sender nothing: the KV stayed until its lease ended."""
     service, puller, commands = await waiting()
     service.deliver([Reserved(key=KEY, blocks=(0,), skip_tokens=0)])
     if begun:
