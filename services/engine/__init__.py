@@ -12,7 +12,8 @@ Data flows through the modules in this order:
       fast/      Llama-shaped models on a CPU, written out
       generic    every other model: model (weights, or a refusal by name), interface (the attention that transformers
                  calls), on a GPU graphs (decode steps as CUDA graphs) and flashinfer (their attention)
-      native/    the kernels of a CPU's decode step, used by both
+      native/    a CPU's kernels, used by both: products over packed weights, attention of single tokens, decode
+                 steps as a whole
     sampling   logits in, token ids out: as `sampling_spec` says, from logits that `penalties` has changed
     logprobs   logits in, log-probabilities of tokens out
     limits     what the machine can do at best

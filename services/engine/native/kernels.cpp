@@ -1,4 +1,4 @@
-// The loops of a decode step whose speed is the speed of the memory: plain functions over plain pointers, one thread.
+// A CPU's loops over weights and KV, for prompts and decode steps: plain functions over plain pointers, one thread.
 // Arrays are named with their shape, name[rows, columns]. Weights and KV are float or bf16 (the upper half of a float's
 // bits); everything else is float, and all arithmetic is float. A vector `vf` holds LANES floats, as wide as the machine
 // has them; the compiler knows how to add and multiply those.
