@@ -25,6 +25,7 @@ from services.engine.flashinfer import PagedDecode
 from services.engine.interface import IMPLEMENTATION
 from services.engine.native.kernels import Kernels, kernels
 from services.engine.native.linear import cpu_has_bf16, stream_linears
+from services.engine.native.rms import replace_rms_norms
 from services.engine.plan import Slice, StepPlan, plan_step
 from services.engine.pool import KvPool
 
@@ -108,6 +109,8 @@ def load(card: ModelCard, *, dtype: Dtype = "bf16", device: str = "cpu") -> Load
     if found and dtype == "bf16":
         stream_linears(module, found, torch.bfloat16)
     torch.nn.Module.to(module, place, compute_dtype)
+    if found and dtype == "bf16":
+        replace_rms_norms(module, found)
     module.requires_grad_(False)
     model = LoadedModel(
         card=card,
