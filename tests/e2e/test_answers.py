@@ -165,9 +165,10 @@ async def busy_decode_worker(mesh: Mesh) -> str:
 @pytest.mark.timeout(200)
 async def test_a_decode_worker_killed_in_mid_answers_changes_none_of_them(start_mesh: StartMesh) -> None:
     mesh = start_mesh(decode=2)
-    prompt, long = prompt_of(100, seed=82), {"max_tokens": 700}
+    prompt, long = prompt_of(100, seed=82), {"max_tokens": 1200}
     expected = await one_by_one(mesh, prompt, 4, **long)
     await until_free(mesh)  # nobody is busy with anything else
+    processes = mesh.children()
     under_way = asyncio.Event()
 
     def look(answers: Answers) -> None:
@@ -178,7 +179,7 @@ async def test_a_decode_worker_killed_in_mid_answers_changes_none_of_them(start_
     await under_way.wait()
     killed = await busy_decode_worker(mesh)
     assert killed.startswith("decode") and not asking.done()
-    mesh.children()[killed].kill()
+    processes[killed].kill()
     answers, finishes = await asking
     assert answers == expected
     assert all(finish.phases.placements == 2 for finish in finishes.values())

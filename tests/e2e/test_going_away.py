@@ -21,7 +21,7 @@ PROMPT = [3 + i % 300 for i in range(300)]
 async def go_away_after(mesh: Mesh, seconds: float, **fields: object) -> None:
     """Starts a long answer and cancels it, wherever it is then."""
     async with grpc.aio.insecure_channel(mesh.grpc) as channel:
-        asked = request(PROMPT, max_tokens=900, ignore_eos=True, **fields)
+        asked = request(PROMPT, max_tokens=1700, ignore_eos=True, **fields)
         call = gateway_pb2_grpc.GatewayServiceStub(channel).Generate(asked, timeout=60)
 
         async def read() -> None:
@@ -59,7 +59,7 @@ async def test_a_cancel_stops_the_work_within_a_moment(mesh: Mesh) -> None:
 async def test_an_http_client_that_hangs_up_unstreamed_frees_everything(mesh: Mesh) -> None:
     """G10, unstreamed: nothing is ever written to the connection, so only the disconnect can be noticed."""
     body = {"model": "tiny-llama", "prompt": PROMPT}
-    body |= {"max_tokens": 900, "ignore_eos": True}
+    body |= {"max_tokens": 1700, "ignore_eos": True}
     async with httpx.AsyncClient(timeout=0.7) as client:
         with pytest.raises(httpx.ReadTimeout):
             await client.post(f"{mesh.http}/v1/completions", json=body)
@@ -68,10 +68,10 @@ async def test_an_http_client_that_hangs_up_unstreamed_frees_everything(mesh: Me
 
 async def test_a_deadline_ends_the_request_with_its_own_status_and_frees_everything(mesh: Mesh) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as failed:
-        await ask(mesh, request(PROMPT, max_tokens=900, ignore_eos=True, deadline=Duration(nanos=700_000_000)))
+        await ask(mesh, request(PROMPT, max_tokens=1700, ignore_eos=True, deadline=Duration(nanos=700_000_000)))
     assert failed.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
     with pytest.raises(grpc.aio.AioRpcError) as failed:
-        await ask(mesh, request(PROMPT, max_tokens=900, ignore_eos=True), limit_s=0.7)
+        await ask(mesh, request(PROMPT, max_tokens=1700, ignore_eos=True), limit_s=0.7)
     assert failed.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
     await until_free(mesh, limit_s=5)
 
