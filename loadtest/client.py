@@ -33,9 +33,16 @@ class Measured:
     error: str = ""
 
 
-async def run_plan(address: str, planned: Sequence[Planned], *, limit_s: float, clock: Clock) -> list[Measured]:
+async def run_plan(
+    address: str,
+    planned: Sequence[Planned],
+    *,
+    limit_s: float,
+    clock: Clock,
+    answered: Callable[[], None] = lambda: None,
+) -> list[Measured]:
     """Sends every request at its time, waits for all answers; each gives up after `limit_s`. Never raises for a
-    request that fails: that is a measurement.
+    request that fails: that is a measurement. `answered` is called whenever one is over.
     """
     begin_s = clock()
     async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel, asyncio.TaskGroup() as group:
@@ -44,7 +51,9 @@ async def run_plan(address: str, planned: Sequence[Planned], *, limit_s: float, 
         for request in planned:
             await asyncio.sleep(max(0.0, begin_s + request.at_s - clock()))
             late_s = clock() - begin_s - request.at_s
-            tasks.append(group.create_task(_measure(stub, request, late_s=late_s, limit_s=limit_s, clock=clock)))
+            task = group.create_task(_measure(stub, request, late_s=late_s, limit_s=limit_s, clock=clock))
+            task.add_done_callback(lambda _: answered())
+            tasks.append(task)
         return [await task for task in tasks]
 
 
