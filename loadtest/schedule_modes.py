@@ -18,10 +18,14 @@ from loadtest.report import quantile
 from loadtest.schedule_runs import Run, saturation
 from loadtest.workloads import Lengths, Workload, half_long, skewed
 from services.latency import Latency
+from services.schedule.catalog import policy_named
+from services.simulation.engine import Simulation
 from services.simulation.machine import Machine
 
 SCALE: Final = 2
 BATCH: Final = 8
+ALONE: Final = 12
+"""Prompts of a warm-up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,8 +42,41 @@ class Mode:
 
     def load_1(self, latency: Latency) -> float:
         """Requests a second at which decode workers of that latency are just busy. ValueError: a fit is missing."""
-        machine = Machine(latency=latency, batch=BATCH, aggregated=not self.prefill)
-        return saturation(_decoded(self.workload) if self.prefill else self.workload, machine)
+        return saturation(self._decoded, self._machine(latency))
+
+    def predicted_jct_s(self, latency: Latency, policy: str, rate: float, count: int, seed: int) -> float:
+        """Mean completion time of a run, by that latency."""
+        requests = self._decoded.requests(rate, count, seed)
+        records = Simulation(self._machine(latency), policy_named(policy), requests).run().records
+        counted = {request.key for request in requests[count // 10 :]}
+        return mean([record.completion_s for record in records if record.request.key in counted])
+
+    def warm_up(self) -> list[list[Planned]]:
+        """What a worker learns its speed from, in waves: each is sent at once, after the one before was answered.
+
+        Prompts one by one; a batch of short contexts; one of long contexts, that thins out. So a step's constant, its
+        context and its batch can be told apart. The contexts of a batch are the same, known from one of the prompts.
+        """
+        rng = random.Random(0)
+        lengths = [request.prompt_tokens for request in self.workload.requests(1.0, 200, -1)]
+        short, long = words(min(lengths), rng), words(max(lengths), rng)
+        prompts = [*(words(length, rng) for length in lengths[:ALONE]), short, long]
+        return [
+            *([_at_once(prompt, 2)] for prompt in prompts),
+            [_at_once(short, 25) for _ in range(BATCH)],
+            [_at_once(long, 10 * place) for place in range(1, BATCH + 1)],
+        ]
+
+    @property
+    def _decoded(self) -> Workload:
+        return _without_first_token(self.workload) if self.prefill else self.workload
+
+    def _machine(self, latency: Latency) -> Machine:
+        return Machine(latency=latency, batch=BATCH, aggregated=not self.prefill)
+
+
+def _at_once(prompt: str, tokens: int) -> Planned:
+    return Planned(at_s=0.0, prompt=prompt, max_tokens=tokens, seed=0)
 
 
 def _scaled(lengths: Callable[[random.Random], Lengths]) -> Callable[[random.Random], Lengths]:
@@ -50,8 +87,8 @@ def _scaled(lengths: Callable[[random.Random], Lengths]) -> Callable[[random.Ran
     return drawn
 
 
-def _decoded(workload: Workload) -> Workload:
-    """Without the first token of each answer: that is prefill's."""
+def _without_first_token(workload: Workload) -> Workload:
+    """Where prompts are computed elsewhere, the first token of each answer is."""
     lengths = workload.lengths
     assert lengths is not None, "live traffic is drawn"
 
@@ -105,17 +142,16 @@ class Live:
 
 
 def planned(workload: Workload, rate: float, count: int, seed: int) -> list[Planned]:
-    """The workload's requests at `rate` a second, or all at once."""
-    backlog = rate == float("inf")
+    """The workload's requests at `rate` a second."""
     rng = random.Random(seed)
     return [
         Planned(
-            at_s=0.0 if backlog else request.arrival_s,
+            at_s=request.arrival_s,
             prompt=words(request.prompt_tokens, rng),
             max_tokens=request.output_tokens,
             seed=rng.getrandbits(32),
         )
-        for request in workload.requests(1.0 if backlog else rate, count, seed)
+        for request in workload.requests(rate, count, seed)
     ]
 
 

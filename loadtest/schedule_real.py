@@ -12,9 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
-from statistics import median
 from typing import Final
 
 from diptych.v1 import scheduler_pb2, scheduler_pb2_grpc
@@ -30,10 +28,6 @@ from services.errors import StartError
 from services.latency import Latency
 from services.rpc.convert import latency_of
 
-ALONE: Final = 16
-"""Requests of the warm-up that are sent one after another: prompts are learned from steps of chunks alone."""
-TOGETHER: Final = 3 * BATCH
-"""Requests of the warm-up that are sent at once."""
 WARM_UP_LIMIT_S: Final = 180.0
 LEARN_LIMIT_S: Final = 10.0
 """Workers say once a second what they have learned."""
@@ -64,7 +58,8 @@ def _runs_of(live: Live, mode: Mode, limit_s: float, say: Say) -> Iterator[Run]:
         meshes = {policy: stack.enter_context(_mesh(mode, policy, live.model, say)) for policy in mode.policies}
         stack.enter_context(_beside_steps(mode))
         end_s = time.monotonic() + limit_s
-        rate = _load_1(mode, meshes, say)
+        latency = _learned_by_all(mode, meshes, say)
+        rate = mode.load_1(latency)
         run_s = TAIL * live.count / rate
         say(f"{mode.name}: load 1.0 is {rate:.2f} requests a second; a run takes about {run_s:.0f} s")
         for seed in range(live.first_seed, live.first_seed + live.seeds):
@@ -76,7 +71,8 @@ def _runs_of(live: Live, mode: Mode, limit_s: float, say: Say) -> Iterator[Run]:
                 title = f"{mode.name}, {policy}, seed {seed}"
                 measured = _sent(mesh, requests, end_s - time.monotonic(), partial(_say_under, say, title))
                 run = Run(cell=_cell(mode, policy, live.count), seed=seed, values=_values(measured, title))
-                say(f"{title}: mean completion {run.values['mean_jct_s']:.2f} s")
+                predicted_s = mode.predicted_jct_s(latency, policy, rate, live.count, seed)
+                say(f"{title}: mean completion {run.values['mean_jct_s']:.2f} s ({predicted_s:.2f} s by their latency)")
                 yield run
 
 
@@ -132,22 +128,19 @@ def _beside_steps(mode: Mode) -> Iterator[None]:
         os.sched_setaffinity(0, cores)
 
 
-def _load_1(mode: Mode, meshes: Mapping[str, LaunchedMesh], say: Say) -> float:
-    """Warms all meshes up. Their workers are alike: the median of their rates is less noisy than one."""
-    rates = []
+def _learned_by_all(mode: Mode, meshes: Mapping[str, LaunchedMesh], say: Say) -> Latency:
+    """Warms all meshes up. Their workers are alike: who is in the middle is taken, which is less noisy than one."""
+    learned: list[Latency] = []
     for policy, mesh in meshes.items():
-        title = f"{mode.name}, {policy}"
-        requests = planned(mode.workload, float("inf"), ALONE + TOGETHER, -1)
-        for number, request in enumerate(requests[:ALONE], 1):
-            short = replace(request, max_tokens=2)
-            _values(_sent(mesh, [short], WARM_UP_LIMIT_S, partial(_say_under, say, title)), title)
-            if number % 4 == 0:
-                say(f"{title}: warm-up, {number} of {len(requests)}")
-        _values(_sent(mesh, requests[ALONE:], WARM_UP_LIMIT_S, partial(_say_under, say, f"{title}: warm-up")), title)
-        latency = _learned(mesh)
-        rates.append(mode.load_1(latency))
-        say(f"{title}: {described(latency)}; just busy at {rates[-1]:.2f} requests a second")
-    return median(rates)
+        title = f"{mode.name}, {policy}: warm-up"
+        waves = mode.warm_up()
+        for number, wave in enumerate(waves, 1):
+            _values(_sent(mesh, wave, WARM_UP_LIMIT_S, partial(_say_under, say, title)), title)
+            if number % 6 == 0:
+                say(f"{title}: {number} of {len(waves)}")
+        learned.append(_learned(mesh))
+        say(f"{title}: {described(learned[-1])}; just busy at {mode.load_1(learned[-1]):.2f} requests a second")
+    return sorted(learned, key=mode.load_1)[len(learned) // 2]
 
 
 def described(latency: Latency) -> str:

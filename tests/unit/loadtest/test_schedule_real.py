@@ -15,10 +15,15 @@ from loadtest.schedule_modes import BATCH, MODES, SCALE, Live, Mode, planned, sk
 from loadtest.schedule_real import Say
 from loadtest.schedule_runs import Cell, Run
 from loadtest.workloads import synthetic
+from services.engine.plan import Slice
+from services.engine.sampling_spec import SamplingSpec
 from services.errors import StartError
 from services.latency import Latency, PrefillFit, StepFit
+from services.worker.latency import LatencyModel
+from services.worker.work import Work
 
 SIMULATED = {workload.name: workload for workload in synthetic()}
+STEP = StepFit(a_s=0.02, b_s=4e-6, c_s=0.0015, error=0.0, steps=20)
 LATENCY = Latency(
     prefill=PrefillFit(a_s=0.01, b_s=5e-4, c_s=1e-7, chunk_tokens=256, error=0.0, steps=20),
     step=StepFit(a_s=0.02, b_s=0.0, c_s=0.0025, error=0.0, steps=20),
@@ -68,8 +73,29 @@ def test_modes_and_policies_can_be_chosen_and_first_come_first_served_is_always_
         Live(modes=("aggregated",), policies=("auto",)).chosen()
 
 
-def test_a_backlog_is_sent_at_once() -> None:
-    assert {one.at_s for one in planned(MODES[0].workload, float("inf"), 30, -1)} == {0.0}
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+def test_a_warm_up_lets_a_workers_latency_be_told(mode: Mode) -> None:
+    """Steps of such a worker, as the waves would make them, are learned from; what comes out is the worker."""
+    learning = LatencyModel(chunk_tokens=256)
+    *prompts, short, long = mode.warm_up()
+    assert {len(wave) for wave in prompts} == {1} and {len(short), len(long)} == {BATCH}
+    for wave in (short, long):
+        for done in range(1, max(one.max_tokens for one in wave)):
+            contexts = [len(one.prompt.split()) + done for one in wave if one.max_tokens > done]
+            rows = [Slice(token_ids=(1,), start=context - 1, blocks=(), wants_logits=True) for context in contexts]
+            work = [Work(key=str(place), slice=row, sampling=SamplingSpec()) for place, row in enumerate(rows)]
+            learning.observe(work, STEP.step_s(context_tokens=sum(contexts), batch=len(contexts)))
+    learned = learning.latency.step
+    assert learned is not None
+    for context_tokens, batch in ((8 * 600, 8), (4 * 600, 4), (50, 1)):
+        expected = STEP.step_s(context_tokens=context_tokens, batch=batch)
+        assert learned.step_s(context_tokens=context_tokens, batch=batch) == pytest.approx(expected, rel=0.05)
+
+
+def test_a_run_is_predicted_with_the_policy_that_serves_it() -> None:
+    rate = 1.3 * MODES[0].load_1(LATENCY)
+    fcfs, mlfq = (MODES[0].predicted_jct_s(LATENCY, policy, rate, 200, 1) for policy in ("fcfs", "mlfq"))
+    assert 0 < mlfq < fcfs
 
 
 def test_a_row_has_means_over_what_follows_the_warm_up() -> None:
