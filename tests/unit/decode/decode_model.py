@@ -33,6 +33,7 @@ from services.schedule.budget import Bandwidth, Reserve
 from services.schedule.fcfs import fcfs
 from services.schedule.policy import Policy
 from services.schedule.swap import SwapMode, Swapper
+from services.schedule.weights import Weights
 from services.worker.work import Computed
 
 BLOCK = 4
@@ -48,6 +49,7 @@ def core(
     policy: Policy | None = None,
     mode: SwapMode = SwapMode.RECOMPUTE,
     host_blocks: int = 0,
+    weights: Weights | None = None,
 ) -> DecodeCore:
     """First come, first served, unless told otherwise; who gives way is computed again."""
     pool = BlockPool(blocks)
@@ -63,7 +65,13 @@ def core(
             reserve=Reserve(total_blocks=blocks),
         ),
     )
-    return DecodeCore(memory=memory, policy=policy or fcfs(), chunk_tokens=chunk_tokens, max_batch=max_batch)
+    return DecodeCore(
+        memory=memory,
+        policy=policy or fcfs(),
+        chunk_tokens=chunk_tokens,
+        max_batch=max_batch,
+        weights=weights or Weights(),
+    )
 
 
 def request(
@@ -74,6 +82,7 @@ def request(
     stop: frozenset[int] = frozenset(),
     local: bool = True,
     ids: Sequence[int] = (),
+    tenant: str = "",
     priority: int = 0,
 ) -> Submit:
     ids = tuple(ids) or tuple(range(1, tokens + 1))
@@ -84,6 +93,7 @@ def request(
         max_new_tokens=max_new_tokens,
         stop_token_ids=stop,
         local=local,
+        tenant=tenant,
         priority=priority,
     )
 

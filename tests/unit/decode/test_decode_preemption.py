@@ -28,6 +28,7 @@ from services.schedule.mlfq import Mlfq
 from services.schedule.ordered import Ordered
 from services.schedule.policy import Next, Policy
 from services.schedule.swap import SwapMode
+from services.schedule.weights import parse_weights
 
 MODES = list(SwapMode)
 
@@ -275,6 +276,22 @@ def test_short_prompts_pass_a_long_one_between_its_chunks() -> None:
     c, model = core(blocks=200, chunk_tokens=8, policy=fcfs()), Model()
     submitted(c, [distinct("a", 400, max_new_tokens=2), distinct("b", 6, max_new_tokens=2)])
     assert model.step(c)[0][0] == "a"
+
+
+@pytest.mark.parametrize("weight", [1, 2])
+@pytest.mark.parametrize("name", ["mlfq", "mlfq-naive"])
+def test_a_tenant_of_twice_the_weight_gets_two_thirds_of_what_is_computed(name: str, weight: int) -> None:
+    """Over hundreds of steps: the shares are those of served tokens, and quanta double."""
+    weights = parse_weights(f"gold={weight}")
+    policy = policy_named(name, step_s=STEP_S)
+    c, model = core(blocks=1600, max_batch=4, policy=policy, weights=weights), Model()
+    tenants = {key: ("gold", "other")[i % 2] for i, key in enumerate("abcdefghijkl")}
+    submitted(c, [distinct(key, 4, max_new_tokens=400, tenant=tenant) for key, tenant in tenants.items()])
+    served = {"gold": 0, "other": 0}
+    for step in range(600):
+        for key, _, tokens in model.step(c, step * STEP_S):
+            served[tenants[key]] += tokens
+    assert served["gold"] / sum(served.values()) == pytest.approx(weight / (weight + 1), abs=0.04)
 
 
 def test_hand_offs_are_received_ahead_of_their_turn_where_there_is_room() -> None:
