@@ -81,8 +81,13 @@ class Order:
                 request.preemptions += 1
                 request.note(Change(key=key, what="preempted", at_s=now_s, level=self.policy.level(key)))
         for request in step:
+            waited_s = max(0.0, now_s - max(request.ran_s, request.ready_s))
             if request.ready_s:
-                request.waited_s += max(0.0, now_s - max(request.ran_s, request.ready_s))
+                request.waited_s += waited_s
+            if request.preemptions and request.key not in self._ran:
+                level = self.policy.level(request.key)
+                detail = f"after {waited_s:.3f} s"
+                request.note(Change(key=request.key, what="resumed", at_s=now_s, level=level, detail=detail))
         self._ran = running
 
     def ran(self, work: Sequence[Work], seconds: float, now_s: float) -> None:
