@@ -109,6 +109,8 @@ def _live(live: Live, as_json: bool) -> None:
     status = 0
     try:
         runs.extend(live_runs(live, say=partial(click.echo, err=True)))  # what came before an error stays
+        if not runs:
+            raise ValueError("--minutes: too few for a single seed; --requests and --mode make it shorter")
     except (StartError, ValueError) as error:
         click.echo(f"error: {error}", err=True)
         status = 1

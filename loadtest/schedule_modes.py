@@ -51,6 +51,14 @@ class Mode:
         counted = {request.key for request in requests[count // 10 :]}
         return mean([record.completion_s for record in records if record.request.key in counted])
 
+    def prefill_busy(self, latency: Latency, rate: float) -> float:
+        """The share of the time in which prompts are computed, where that happens apart: near 1, decode is not what
+        requests wait for.
+        """
+        assert latency.prefill is not None, "learned"
+        requests = self.workload.requests(rate, 200, -1)
+        return rate * mean([latency.prefill.prompt_s(request.prompt_tokens) for request in requests]) / self.prefill
+
     def warm_up(self) -> list[list[Planned]]:
         """What a worker learns its speed from, in waves: each is sent at once, after the one before was answered.
 

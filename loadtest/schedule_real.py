@@ -61,7 +61,8 @@ def _runs_of(live: Live, mode: Mode, limit_s: float, say: Say) -> Iterator[Run]:
         latency = _learned_by_all(mode, meshes, say)
         rate = mode.load_1(latency)
         run_s = TAIL * live.count / rate
-        say(f"{mode.name}: load 1.0 is {rate:.2f} requests a second; a run takes about {run_s:.0f} s")
+        busy = f", prefill is busy {mode.prefill_busy(latency, rate):.0%} then" if mode.prefill else ""
+        say(f"{mode.name}: load 1.0 is {rate:.2f} requests a second{busy}; a run takes about {run_s:.0f} s")
         for seed in range(live.first_seed, live.first_seed + live.seeds):
             if time.monotonic() + run_s * len(meshes) > end_s:
                 say(f"{mode.name}: no time is left for seed {seed} and later ones")

@@ -58,6 +58,11 @@ def test_load_1_is_what_decode_alone_completes_where_prompts_are_computed_elsewh
     assert MODES[0].load_1(slow_prompts) == MODES[0].load_1(LATENCY)
 
 
+def test_it_is_said_how_busy_prefill_is() -> None:
+    """Prompts of 82 tokens on average, 0.01 s a step and 0.5 ms a token."""
+    assert MODES[0].prefill_busy(LATENCY, 4.0) == pytest.approx(4.0 * (0.01 + 82 * 5e-4), rel=0.2)
+
+
 def test_load_1_of_an_aggregated_mesh_has_the_prompts_in_it() -> None:
     """Prompts of 400 tokens on average take about 0.23 s by themselves, 17.7 tokens of a step of eight 0.09 s."""
     assert MODES[1].load_1(LATENCY) == pytest.approx(1 / (0.23 + 0.09), rel=0.15)
@@ -126,6 +131,12 @@ def test_the_gain_of_skip_join_is_a_median_over_seeds_that_both_ran() -> None:
     assert skip_join_gain([*naive, *skip]) == gain
     assert skip_join_gain(skip) == ""
     assert skip_join_gain([one_run("mlfq", 0, 2.0, mode="disaggregated")]) == ""
+
+
+def test_no_run_at_all_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedule_real, "live_runs", lambda live, *, say: iter(()))
+    result = CliRunner().invoke(main, ["schedule", "--real", "--minutes=1"])
+    assert result.exit_code == 1 and "error: --minutes: too few" in result.stderr
 
 
 @pytest.mark.parametrize(
