@@ -1,4 +1,4 @@
-"""Sends a plan over gRPC and notes when what came back."""
+"""Sends a plan over gRPC and notes when what came back; asks how fast workers are."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import grpc.aio
-from diptych.v1 import gateway_pb2, gateway_pb2_grpc, request_pb2
+from diptych.v1 import gateway_pb2, gateway_pb2_grpc, request_pb2, scheduler_pb2, scheduler_pb2_grpc
 
 from loadtest.arrivals import Planned
+from services.cli.calls import channel_to
+from services.latency import Latency
+from services.rpc.convert import latency_of
 from services.rpc.options import CHANNEL_OPTIONS
 
 Clock = Callable[[], float]
@@ -55,6 +58,15 @@ async def run_plan(
             task.add_done_callback(lambda _: answered())
             tasks.append(task)
         return [await task for task in tasks]
+
+
+def latencies(scheduler: str, *, limit_s: float) -> list[Latency]:
+    """What each worker of a mesh says of its own speed. CallFailed: the scheduler did not answer."""
+    with channel_to(scheduler) as channel:
+        stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+        return [
+            latency_of(view) for view in stub.ListWorkers(scheduler_pb2.ListWorkersRequest(), timeout=limit_s).workers
+        ]
 
 
 async def _measure(

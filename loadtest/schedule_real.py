@@ -15,18 +15,14 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Final
 
-from diptych.v1 import scheduler_pb2, scheduler_pb2_grpc
-
 from loadtest.arrivals import Planned
-from loadtest.client import Measured, run_plan
+from loadtest.client import Measured, latencies, run_plan
 from loadtest.schedule_modes import BATCH, Live, Mode, planned, values
 from loadtest.schedule_runs import Cell, Run
-from services.cli.calls import channel_to
 from services.cli.cores import plan_cores
 from services.cli.launch import LaunchedMesh, launched
 from services.errors import StartError
 from services.latency import Latency
-from services.rpc.convert import latency_of
 
 WARM_UP_LIMIT_S: Final = 180.0
 LEARN_LIMIT_S: Final = 10.0
@@ -157,10 +153,7 @@ def _learned(mesh: LaunchedMesh) -> Latency:
     """What the mesh's workers know of their speed: decode's steps, and prompts where they are computed."""
     end_s = time.monotonic() + LEARN_LIMIT_S
     while True:
-        with channel_to(mesh.scheduler) as channel:
-            stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
-            views = stub.ListWorkers(scheduler_pb2.ListWorkersRequest(), timeout=LEARN_LIMIT_S).workers
-        known = [latency_of(view) for view in views]
+        known = latencies(mesh.scheduler, limit_s=LEARN_LIMIT_S)
         step = next((one.step for one in known if one.step), None)
         prefill = next((one.prefill for one in known if one.prefill), None)
         if step and prefill:

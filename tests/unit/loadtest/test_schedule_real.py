@@ -13,12 +13,13 @@ from loadtest.__main__ import main
 from loadtest.client import Measured
 from loadtest.schedule_modes import BATCH, MODES, SCALE, Live, Mode, planned, skip_join_gain, values
 from loadtest.schedule_real import Say
-from loadtest.schedule_runs import Cell, Run
+from loadtest.schedule_runs import Cell, Run, saturation
 from loadtest.workloads import synthetic
 from services.engine.plan import Slice
 from services.engine.sampling_spec import SamplingSpec
 from services.errors import StartError
 from services.latency import Latency, PrefillFit, StepFit
+from services.simulation.machine import Machine
 from services.worker.latency import LatencyModel
 from services.worker.work import Work
 
@@ -53,7 +54,10 @@ def test_load_1_is_what_decode_alone_completes_where_prompts_are_computed_elsewh
     prefill's.
     """
     steps = 0.8 * 3 + 0.12 * 31 + 0.08 * 349
-    assert MODES[0].load_1(LATENCY) == pytest.approx(BATCH / steps / 0.04, rel=0.08)
+    load_1 = MODES[0].load_1(LATENCY)
+    assert load_1 == pytest.approx(BATCH / steps / 0.04, rel=0.08)
+    whole = saturation(MODES[0].workload, Machine(latency=LATENCY, batch=BATCH))
+    assert load_1 / whole == pytest.approx((steps + 1) / steps, abs=0.01)
     slow_prompts = replace(LATENCY, prefill=PrefillFit(a_s=1, b_s=1, c_s=0, chunk_tokens=256, error=0.0, steps=20))
     assert MODES[0].load_1(slow_prompts) == MODES[0].load_1(LATENCY)
 
