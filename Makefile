@@ -48,8 +48,8 @@ gpu: setup ## on a machine with a CUDA GPU: checks and times everything that nee
 faults: setup ## kills, stops, cuts and silence at every phase of a KV transfer: the whole table, minutes
 	$(TEST_ENV) $(BIN)/python -m loadtest faults
 
-soak: setup ## 30,000 KV transfers between two processes, what they hold must stay flat; every way to give way; a million scheduled requests
-	$(TEST_ENV) $(BIN)/pytest -q -m soak tests/unit tests/e2e
+soak: setup ## 30,000 KV transfers between two processes, what they hold must stay flat; every way to give way; a million scheduled requests, and a million through gateway and scheduler
+	$(TEST_ENV) $(BIN)/pytest -q -m soak tests/unit tests/integration tests/e2e
 	$(BIN)/python -m loadtest soak
 
 unit: setup ## unit and architecture tests

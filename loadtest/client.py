@@ -1,4 +1,4 @@
-"""Sends a plan over gRPC and notes when what came back."""
+"""Sends a plan over gRPC and notes when what came back; asks how fast workers are."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import grpc.aio
-from diptych.v1 import gateway_pb2, gateway_pb2_grpc, request_pb2
+from diptych.v1 import gateway_pb2, gateway_pb2_grpc, request_pb2, scheduler_pb2, scheduler_pb2_grpc
 
 from loadtest.arrivals import Planned
+from services.cli.calls import channel_to
+from services.latency import Latency
+from services.rpc.convert import latency_of
 from services.rpc.options import CHANNEL_OPTIONS
 
 Clock = Callable[[], float]
@@ -33,9 +36,16 @@ class Measured:
     error: str = ""
 
 
-async def run_plan(address: str, planned: Sequence[Planned], *, limit_s: float, clock: Clock) -> list[Measured]:
+async def run_plan(
+    address: str,
+    planned: Sequence[Planned],
+    *,
+    limit_s: float,
+    clock: Clock,
+    answered: Callable[[], None] = lambda: None,
+) -> list[Measured]:
     """Sends every request at its time, waits for all answers; each gives up after `limit_s`. Never raises for a
-    request that fails: that is a measurement.
+    request that fails: that is a measurement. `answered` is called whenever one is over.
     """
     begin_s = clock()
     async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel, asyncio.TaskGroup() as group:
@@ -44,8 +54,19 @@ async def run_plan(address: str, planned: Sequence[Planned], *, limit_s: float, 
         for request in planned:
             await asyncio.sleep(max(0.0, begin_s + request.at_s - clock()))
             late_s = clock() - begin_s - request.at_s
-            tasks.append(group.create_task(_measure(stub, request, late_s=late_s, limit_s=limit_s, clock=clock)))
+            task = group.create_task(_measure(stub, request, late_s=late_s, limit_s=limit_s, clock=clock))
+            task.add_done_callback(lambda _: answered())
+            tasks.append(task)
         return [await task for task in tasks]
+
+
+def latencies(scheduler: str, *, limit_s: float) -> list[Latency]:
+    """What each worker of a mesh says of its own speed. CallFailed: the scheduler did not answer."""
+    with channel_to(scheduler) as channel:
+        stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+        return [
+            latency_of(view) for view in stub.ListWorkers(scheduler_pb2.ListWorkersRequest(), timeout=limit_s).workers
+        ]
 
 
 async def _measure(

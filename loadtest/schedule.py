@@ -18,11 +18,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from loadtest.schedule_costs import LIVE, costs, costs_table
+from loadtest.schedule_modes import MODES, Live, skip_join_gain
 from loadtest.schedule_report import rows_of, tables
 from loadtest.schedule_runs import Cell, Run, cells, run
 from loadtest.workloads import Workload, synthetic, traced
 from services.cli.tables import table_console
 from services.errors import StartError
+
+MODE_NAMES = tuple(mode.name for mode in MODES)
 
 
 @click.command()
@@ -33,8 +36,12 @@ from services.errors import StartError
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="A folder with azure_2023_conv.csv and azure_2023_code.csv: their traffic, too.",
 )
-@click.option("--real", is_flag=True, help="On live meshes with the real model instead: half an hour.")
+@click.option("--real", is_flag=True, help="On live meshes with the real model instead.")
+@click.option("--mode", "modes", multiple=True, type=click.Choice(MODE_NAMES), help="Of --real, only this one.")
+@click.option("--policy", "policies", multiple=True, help="Of --real, only this one beside fcfs; may be repeated.")
 @click.option("--requests", default=300, show_default=True, type=click.IntRange(20), help="Of each --real run.")
+@click.option("--first-seed", default=0, show_default=True, type=click.IntRange(0), help="Of --real.")
+@click.option("--minutes", default=90.0, show_default=True, type=click.FloatRange(1), help="Most time of --real.")
 @click.option("--model", default="smollm2", show_default=True, help="Of --real.")
 @click.option("--quick", is_flag=True, help="Fewer loads, requests and seeds, no large batches: a minute.")
 @click.option("--jobs", default=os.cpu_count() or 1, show_default=True, type=click.IntRange(1), help="Processes.")
@@ -45,7 +52,11 @@ def schedule(
     names: Sequence[str],
     traces: Path | None,
     real: bool,
+    modes: Sequence[str],
+    policies: Sequence[str],
     requests: int,
+    first_seed: int,
+    minutes: float,
     model: str,
     quick: bool,
     jobs: int,
@@ -54,10 +65,20 @@ def schedule(
 ) -> None:
     """First come, first served against feedback queues and what else there is, on OPT-13B on an A100.
 
-    The whole run takes a quarter of an hour on two cores.
+    The whole run takes a quarter of an hour on two cores. --real sends the same traffic, shortened, to live meshes,
+    about an hour long; Ctrl-C stops them and shows what there is by then.
     """
     if real:
-        _live(seeds, requests, model, as_json)
+        live = Live(
+            seeds=seeds,
+            first_seed=first_seed,
+            count=requests,
+            limit_s=minutes * 60,
+            model=model,
+            modes=modes,
+            policies=policies,
+        )
+        _live(live, as_json)
         return
     try:
         workloads = _chosen(_every(traces), names)
@@ -81,18 +102,32 @@ def schedule(
             click.echo(f"drawn: {path}", err=True)
 
 
-def _live(seeds: int, requests: int, model: str, as_json: bool) -> None:
-    from loadtest.schedule_real import live_runs  # gRPC
+def _live(live: Live, as_json: bool) -> None:
+    from loadtest.schedule_real import live_runs  # starts meshes
 
+    runs: list[Run] = []
+    status = 0
     try:
-        rows = rows_of(live_runs(seeds=seeds, count=requests, model=model, say=partial(click.echo, err=True)))
+        runs.extend(live_runs(live, say=partial(click.echo, err=True)))  # what came before an error stays
+        if not runs:
+            raise ValueError("--minutes: too few for a single seed; --requests and --mode make it shorter")
     except (StartError, ValueError) as error:
-        raise click.ClickException(str(error)) from None
+        click.echo(f"error: {error}", err=True)
+        status = 1
+    except KeyboardInterrupt:
+        click.echo("interrupted", err=True)
+        status = 130
+    rows = rows_of(runs)
     if as_json:
-        click.echo(json.dumps({"rows": [row.as_dict() for row in rows]}))
-        return
-    for table in tables(rows):
-        table_console().print(table)
+        seeds = [{**asdict(one.cell), "seed": one.seed, **one.values} for one in runs]
+        click.echo(json.dumps({"rows": [row.as_dict() for row in rows], "runs": seeds}))
+    else:
+        for table in tables(rows):
+            table_console().print(table)
+        if gain := skip_join_gain(runs):
+            click.echo(gain)
+    if status:
+        raise SystemExit(status)
 
 
 def _chosen(every: Mapping[str, Workload], names: Sequence[str]) -> Sequence[Workload]:

@@ -1,128 +1,186 @@
 """`python -m loadtest schedule --real`: schedules on live meshes with the real model, the same traffic for each.
 
-The meshes of a mode stand beside each other and work in turns, seed by seed, so that what is compared was measured
-within minutes; an idle mesh uses no core. Lengths are those of the simulation divided by SCALE, so that a run ends.
-Load 1.0 is the rate at which the mesh that serves first come, first served completes a backlog: the middle 60 % of it.
+The meshes of a mode stand beside each other and work in turns, seed by seed, every other seed in reverse, so that what
+is compared was measured within minutes; an idle mesh uses no core. First every mesh gets the same warm-up, from which
+its workers learn how long they compute; their own latency models then say which rate is load 1.0.
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
+import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Final
 
-from loadtest.arrivals import Planned, words
-from loadtest.client import Measured, run_plan
-from loadtest.report import quantile
+from loadtest.arrivals import Planned
+from loadtest.client import Measured, latencies, run_plan
+from loadtest.schedule_modes import BATCH, Live, Mode, planned, values
 from loadtest.schedule_runs import Cell, Run
-from loadtest.workloads import Workload, half_long, skewed
+from services.cli.cores import plan_cores
 from services.cli.launch import LaunchedMesh, launched
+from services.errors import StartError
+from services.latency import Latency
 
-SCALE: Final = 2
-BATCH: Final = 8
-LIMIT_S: Final = 900.0
+WARM_UP_LIMIT_S: Final = 180.0
+LEARN_LIMIT_S: Final = 10.0
+"""Workers say once a second what they have learned."""
+PROGRESS_S: Final = 5.0
+TAIL: Final = 1.3
+"""A run is predicted to take so many times the time in which its requests arrive."""
+
+Say = Callable[[str], None]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Mode:
-    """A kind of mesh, its traffic, and the schedules that are compared on it.
+def live_runs(live: Live, *, say: Say) -> Iterator[Run]:
+    """All runs that fit into the time. `say` is told what is going on, every few seconds.
 
-    `prefill`: its prefill workers. None: aggregated.
+    StartError: a mesh did not come up, or does not say how fast it is. ValueError: a request failed.
     """
-
-    name: str
-    prefill: int
-    workload: Workload
-    policies: Sequence[str]
-
-
-MODES: Final = (
-    Mode(
-        name="disaggregated",
-        prefill=1,
-        workload=Workload(name="skewed", lengths=skewed),
-        policies=("fcfs", "mlfq", "auto"),
-    ),
-    Mode(
-        name="aggregated",
-        prefill=0,
-        workload=Workload(name="half-long", lengths=half_long),
-        policies=("fcfs", "mlfq", "mlfq-naive"),
-    ),
-)
+    modes = live.chosen()
+    runs = live.seeds * sum(len(mode.policies) for mode in modes)
+    say(
+        f"{runs} runs of {live.count} requests to {live.model}: {live.limit_s / 60:g} min at most beside the meshes'"
+        " starts; seeds that would take longer are left out"
+    )
+    for mode in modes:
+        yield from _runs_of(live, mode, live.limit_s / len(modes), say)
 
 
-def live_runs(*, seeds: int, count: int, model: str, say: Callable[[str], None]) -> Iterator[Run]:
-    """`count` requests a run at load 1.0; `say` is told what is going on. StartError: a mesh did not come up."""
-    for mode in MODES:
-        with ExitStack() as stack:
-            meshes = {policy: stack.enter_context(_mesh(mode, policy, model)).grpc for policy in mode.policies}
-            rate = _saturation(_sent(meshes["fcfs"], planned(mode.workload, float("inf"), max(16, count // 4), -1)))
-            say(f"{mode.name}: load 1.0 is {rate:.2f} requests a second")
-            for seed in range(seeds):
-                for policy, address in meshes.items():
-                    cell = Cell(
-                        workload=mode.workload.name, mode=mode.name, load=1.0, batch=BATCH, policy=policy, count=count
-                    )
-                    measured = _sent(address, planned(mode.workload, rate, count, seed))
-                    yield Run(cell=cell, seed=seed, values=values(measured))
-                    say(f"{mode.name}, {policy}, seed {seed}: done")
+def _runs_of(live: Live, mode: Mode, limit_s: float, say: Say) -> Iterator[Run]:
+    with ExitStack() as stack:
+        meshes = {policy: stack.enter_context(_mesh(mode, policy, live.model, say)) for policy in mode.policies}
+        stack.enter_context(_beside_steps(mode))
+        end_s = time.monotonic() + limit_s
+        latency = _learned_by_all(mode, meshes, say)
+        rate = mode.load_1(latency)
+        run_s = TAIL * live.count / rate
+        busy = f", prefill is busy {mode.prefill_busy(latency, rate):.0%} then" if mode.prefill else ""
+        say(f"{mode.name}: load 1.0 is {rate:.2f} requests a second{busy}; a run takes about {run_s:.0f} s")
+        for seed in range(live.first_seed, live.first_seed + live.seeds):
+            if time.monotonic() + run_s * len(meshes) > end_s:
+                say(f"{mode.name}: no time is left for seed {seed} and later ones")
+                return
+            requests = planned(mode.workload, rate, live.count, seed)
+            for policy, mesh in reversed(meshes.items()) if seed % 2 else meshes.items():
+                title = f"{mode.name}, {policy}, seed {seed}"
+                measured = _sent(mesh, requests, end_s - time.monotonic(), partial(_say_under, say, title))
+                run = Run(cell=_cell(mode, policy, live.count), seed=seed, values=_values(measured, title))
+                predicted_s = mode.predicted_jct_s(latency, policy, rate, live.count, seed)
+                say(f"{title}: mean completion {run.values['mean_jct_s']:.2f} s ({predicted_s:.2f} s by their latency)")
+                yield run
 
 
-def planned(workload: Workload, rate: float, count: int, seed: int) -> list[Planned]:
-    """The workload's requests at `rate` a second, or all at once, with lengths divided by SCALE."""
-    backlog = rate == float("inf")
-    rng = random.Random(seed)
-    return [
-        Planned(
-            at_s=0.0 if backlog else request.arrival_s,
-            prompt=words(max(1, request.prompt_tokens // SCALE), rng),
-            max_tokens=max(1, request.output_tokens // SCALE),
-            seed=rng.getrandbits(32),
-        )
-        for request in workload.requests(1.0 if backlog else rate, count, seed)
-    ]
+def _say_under(say: Say, title: str, words: str) -> None:
+    say(f"{title}: {words}")
 
 
-def values(measured: Sequence[Measured]) -> dict[str, float]:
-    """What a run's row shows; the first tenth is warm-up. ValueError when a request failed: nothing is comparable."""
-    if failed := [one.error for one in measured if one.error]:
-        raise ValueError(f"{len(failed)} requests failed: {failed[0]}")
-    counted = measured[len(measured) // 10 :]
-    jct_s = sorted(one.total_s for one in counted)
-    longest = jct_s[-max(1, len(jct_s) // 10) :]
-    return {
-        "mean_jct_s": _mean(jct_s),
-        "p95_jct_s": quantile(jct_s, 0.95) or 0.0,
-        "p99_jct_s": quantile(jct_s, 0.99) or 0.0,
-        "decile_jct_s": _mean(longest),
-        "latency_per_token_s": _mean([one.total_s / one.tokens for one in counted]),
-        "ttft_s": _mean([one.first_token_s or 0.0 for one in counted]),
-        "preemptions": _mean([float(one.preemptions) for one in counted]),
-        "swap_gb": sum(one.swapped_bytes for one in counted) / 1e9,
-        "idle_by_swap": 0.0,  # memory is not the bound here
-    }
+def _cell(mode: Mode, policy: str, count: int) -> Cell:
+    return Cell(workload=mode.workload.name, mode=mode.name, load=1.0, batch=BATCH, policy=policy, count=count)
 
 
-def _mesh(mode: Mode, policy: str, model: str) -> AbstractContextManager[LaunchedMesh]:
+def _values(measured: Sequence[Measured], title: str) -> dict[str, float]:
+    try:
+        return values(measured)
+    except ValueError as error:
+        raise ValueError(f"{title}: {error}") from None
+
+
+@contextmanager
+def _mesh(mode: Mode, policy: str, model: str, say: Say) -> Iterator[LaunchedMesh]:
+    title = f"{mode.name}, {policy}"
     flags = [f"--prefill={mode.prefill}", f"--model={model}", "--log-level=warning"]
-    return launched(flags, environ={"DIPTYCH_SCHEDULE": policy, "DIPTYCH_MAX_BATCH": str(BATCH)})
+    with launched(
+        flags,
+        progress=_every(PROGRESS_S, lambda elapsed_s: say(f"{title}: starting a mesh, {elapsed_s:.0f} s")),
+        environ={"DIPTYCH_SCHEDULE": policy, "DIPTYCH_MAX_BATCH": str(BATCH)},
+    ) as mesh:
+        yield mesh
+        say(f"{title}: stopping its mesh")
 
 
-def _sent(address: str, requests: Sequence[Planned]) -> list[Measured]:
-    return asyncio.run(run_plan(address, requests, limit_s=LIMIT_S, clock=time.monotonic))
+def _every(seconds: float, call: Callable[[float], None]) -> Callable[[float], None]:
+    """Passes on an elapsed time, the first one and then one in so many seconds."""
+    due_s = 0.0
+
+    def passed(elapsed_s: float) -> None:
+        nonlocal due_s
+        if elapsed_s >= due_s:
+            due_s = elapsed_s + seconds
+            call(elapsed_s)
+
+    return passed
 
 
-def _saturation(measured: Sequence[Measured]) -> float:
-    values(measured)
-    ends_s = sorted(one.total_s for one in measured)
-    first, last = len(ends_s) // 5, len(ends_s) * 4 // 5
-    return (last - first) / (ends_s[last] - ends_s[first])
+@contextmanager
+def _beside_steps(mode: Mode) -> Iterator[None]:
+    """This process keeps to the cores that a mesh does not decode on, as far as there are any."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, plan_cores(sorted(cores), decode=1, prefill=mode.prefill).others or cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
-def _mean(sample: Sequence[float]) -> float:
-    return sum(sample) / len(sample)
+def _learned_by_all(mode: Mode, meshes: Mapping[str, LaunchedMesh], say: Say) -> Latency:
+    """Warms all meshes up. Their workers are alike: who is in the middle is taken, which is less noisy than one."""
+    learned: list[Latency] = []
+    for policy, mesh in meshes.items():
+        title = f"{mode.name}, {policy}: warm-up"
+        waves = mode.warm_up()
+        for number, wave in enumerate(waves, 1):
+            _values(_sent(mesh, wave, WARM_UP_LIMIT_S, partial(_say_under, say, title)), title)
+            if number % 6 == 0:
+                say(f"{title}: {number} of {len(waves)}")
+        learned.append(_learned(mesh))
+        say(f"{title}: {described(learned[-1])}; just busy at {mode.load_1(learned[-1]):.2f} requests a second")
+    return sorted(learned, key=mode.load_1)[len(learned) // 2]
+
+
+def described(latency: Latency) -> str:
+    """In words."""
+    assert latency.step is not None and latency.prefill is not None
+    step_s = latency.step.step_s(context_tokens=BATCH * 256, batch=BATCH)
+    return (
+        f"a step of {BATCH} takes {step_s * 1e3:.1f} ms, a prompt of 512 {latency.prefill.prompt_s(512) * 1e3:.0f} ms"
+    )
+
+
+def _learned(mesh: LaunchedMesh) -> Latency:
+    """What the mesh's workers know of their speed: decode's steps, and prompts where they are computed."""
+    end_s = time.monotonic() + LEARN_LIMIT_S
+    while True:
+        known = latencies(mesh.scheduler, limit_s=LEARN_LIMIT_S)
+        step = next((one.step for one in known if one.step), None)
+        prefill = next((one.prefill for one in known if one.prefill), None)
+        if step and prefill:
+            return Latency(prefill=prefill, step=step)
+        if time.monotonic() > end_s:
+            raise StartError("the workers have not learned from the warm-up how fast they are")
+        time.sleep(0.5)
+
+
+def _sent(mesh: LaunchedMesh, requests: Sequence[Planned], limit_s: float, say: Say) -> list[Measured]:
+    return asyncio.run(_watched(mesh.grpc, requests, limit_s, say))
+
+
+async def _watched(address: str, requests: Sequence[Planned], limit_s: float, say: Say) -> list[Measured]:
+    begin_s, answered = time.monotonic(), 0
+
+    def count() -> None:
+        nonlocal answered
+        answered += 1
+
+    async def tell() -> None:
+        while True:
+            await asyncio.sleep(PROGRESS_S)
+            say(f"{answered} of {len(requests)} answered after {time.monotonic() - begin_s:.0f} s")
+
+    telling = asyncio.create_task(tell())
+    try:
+        return await run_plan(address, requests, limit_s=limit_s, clock=time.monotonic, answered=count)
+    finally:
+        telling.cancel()

@@ -64,6 +64,11 @@ class WorkerConfig(ServiceConfig):
         " queues and the spread of answers' lengths make feedback queues better.",
         choices=("auto", "fcfs", "mlfq", "mlfq-naive", "priority"),
     )
+    tenant_weight: str = setting(
+        "",
+        "Shares of tenants under feedback queues, a list of NAME=WEIGHT: twice the weight is twice the share of what is"
+        " computed while both have requests. Tenants that are not named have 1.",
+    )
     step_cores: str = setting("", "CPU cores of the step thread, for example 0 or 0,1; empty leaves it to the system.")
     fault: str = setting(
         "",

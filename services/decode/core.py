@@ -55,6 +55,7 @@ from services.engine.sequence import FinishReason, blocks_needed, finish_reason
 from services.errors import DiptychError, NotAdmitted
 from services.latency import Latency
 from services.schedule.policy import Policy
+from services.schedule.weights import Weights
 from services.worker.turns import described, mode_of
 from services.worker.work import Computed, Load, Work
 
@@ -72,13 +73,14 @@ class DecodeCore:
     chunk_tokens: int
     max_batch: int
     latency: Callable[[], Latency] = Latency
+    weights: Weights = field(default_factory=Weights)
     _begin_s: float = field(default=0.0, init=False)  # of the step that is being computed
 
     def __post_init__(self) -> None:
         """The requests are the memory's."""
         self._requests = self.memory.requests
         self._events = self.memory.events
-        self._order = Order(policy=self.policy, requests=self._requests, latency=self.latency)
+        self._order = Order(policy=self.policy, requests=self._requests, latency=self.latency, weights=self.weights)
         self._batch = Batch(
             memory=self.memory, order=self._order, chunk_tokens=self.chunk_tokens, max_batch=self.max_batch
         )

@@ -14,6 +14,7 @@ from typing import Final
 from services.decode.requests import MOVING, Request, Requests, Stage
 from services.latency import Latency
 from services.schedule.policy import Change, Job, Policy
+from services.schedule.weights import Weights
 from services.worker.turns import chunk_s, prompt_s
 from services.worker.work import Work
 
@@ -30,6 +31,7 @@ class Order:
     policy: Policy
     requests: Requests
     latency: Callable[[], Latency]
+    weights: Weights
     _ran: set[str] = field(default_factory=set, init=False)  # in the last step
     _step_s: float = field(default=GUESSED_STEP_S, init=False)  # of rows alone, lately
 
@@ -40,6 +42,7 @@ class Order:
             key=request.key,
             first_step_s=self._first_step_s(request),
             tenant=submit.tenant,
+            weight=self.weights.of(submit.tenant),
             priority=submit.priority,
             deadline_s=submit.deadline_s,
             most_tokens=submit.max_new_tokens + (len(submit.token_ids) if submit.local else 0),
@@ -78,8 +81,13 @@ class Order:
                 request.preemptions += 1
                 request.note(Change(key=key, what="preempted", at_s=now_s, level=self.policy.level(key)))
         for request in step:
+            waited_s = max(0.0, now_s - max(request.ran_s, request.ready_s))
             if request.ready_s:
-                request.waited_s += max(0.0, now_s - max(request.ran_s, request.ready_s))
+                request.waited_s += waited_s
+            if request.preemptions and request.key not in self._ran:
+                level = self.policy.level(request.key)
+                detail = f"after {waited_s:.3f} s"
+                request.note(Change(key=request.key, what="resumed", at_s=now_s, level=level, detail=detail))
         self._ran = running
 
     def ran(self, work: Sequence[Work], seconds: float, now_s: float) -> None:

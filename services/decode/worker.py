@@ -59,6 +59,7 @@ def assemble(config: DecodeConfig, parts: Parts) -> Part[Command, Event]:
         chunk_tokens=config.chunk_tokens,
         max_batch=config.max_batch,
         latency=lambda: parts.latency.latency,
+        weights=parts.weights,
     )
 
     async def aclose() -> None:

@@ -31,6 +31,7 @@ from services.errors import Cancelled, DiptychError, HandOffLost, NotAdmitted
 from services.latency import Latency
 from services.prefill.messages import Admitted, Cancel, Command, Event, Failed, FirstToken, Progress, Released, Submit
 from services.schedule.policy import Job, Policy
+from services.schedule.weights import Weights
 from services.worker.turns import chunk_s, described, prompt_s
 from services.worker.work import Computed, Load, Work
 
@@ -84,6 +85,7 @@ class PrefillCore:
     chunk_tokens: int
     max_batch: int
     latency: Callable[[], Latency] = Latency
+    weights: Weights = field(default_factory=Weights)
     _prompts: dict[str, _Prompt] = field(default_factory=dict, init=False)  # in order of arrival
     _computing: dict[str, _Prompt] = field(default_factory=dict, init=False)  # those of them, in order of admission
     _begin_s: float = field(default=0.0, init=False)  # of the step that is being computed
@@ -176,6 +178,7 @@ class PrefillCore:
             key=submit.key,
             first_step_s=prompt_s(self.latency().prefill, len(submit.token_ids)),
             tenant=submit.tenant,
+            weight=self.weights.of(submit.tenant),
             priority=submit.priority,
             most_tokens=len(submit.token_ids),
         )

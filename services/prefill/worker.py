@@ -31,6 +31,7 @@ def assemble(parts: Parts) -> Part[Command, Event]:
         chunk_tokens=parts.config.chunk_tokens,
         max_batch=parts.config.max_batch,
         latency=lambda: parts.latency.latency,
+        weights=parts.weights,
     )
 
     prefill = PrefillServicer(service, parts.identity, parts.card)

@@ -9,8 +9,8 @@ gateway.request       gateway    the whole request: request_id, model, answers, 
 ├── decode.queue      decode     waiting for blocks
 ├── kv.transfer       decode     bytes, pieces, transport, gigabytes_per_second, exposed_s
 └── decode.run        decode     finish_reason (also "cancelled": a stop string, a client that went away), recomputed,
-                                 preemptions, swapped_bytes, waited_s, lowest_level; events: preempted, demoted,
-                                 promoted, kept, dropped, swap out, swap in, each with level and detail
+                                 preemptions, swapped_bytes, waited_s, lowest_level; events: preempted, resumed,
+                                 demoted, promoted, kept, dropped, swap out, swap in, with level and detail
 
 Attributes are named `diptych.…`; the middle column is the service (`service.name` is `diptych-…`). A prompt that the
 decode worker computes itself has no prefill.queue and no kv.transfer, and its prefill.compute comes from decode. A

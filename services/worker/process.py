@@ -35,6 +35,7 @@ from services.errors import StartError
 from services.process import keep_to_cores, parse_cores
 from services.rpc.channels import Channels
 from services.rpc.server import RpcServer
+from services.schedule.weights import Weights, parse_weights
 from services.telemetry import tracing
 from services.telemetry.context import set_up_logging
 from services.worker.executor import Executor
@@ -67,6 +68,7 @@ class Parts:
     latency: LatencyModel
     store: Store
     fault: Fault
+    weights: Weights
 
 
 class Servicer(Protocol):
@@ -103,7 +105,7 @@ async def serve(
     """Runs one worker until `stop`. StartError says in one line why it cannot start."""
     step_cores = sorted(parse_cores(config.step_cores, "step-cores"))
     other_cores = parse_cores(config.other_cores, "other-cores")
-    fault = _fault(config.fault)
+    fault, weights = _parsed(config)
     rpc = RpcServer(config.host, config.port, service_names)
     port = rpc.bind()
     identity = Identity(config.name or f"{role}-{port}", f"{config.host}:{port}")
@@ -115,7 +117,7 @@ async def serve(
         store = Store(config.redis)
         stack.push_async_callback(store.aclose)
         await store.connect()
-        parts, executor = await _equip(config, identity, store, fault, stack)
+        parts, executor = await _equip(config, identity, store, fault, weights, stack)
         keep_to_cores(other_cores)
         part = assemble(parts)
         crash: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -150,15 +152,24 @@ async def serve(
         await _drain(identity, registration, part.outstanding)
 
 
-def _fault(text: str) -> Fault:
+def _parsed(config: WorkerConfig) -> tuple[Fault, Weights]:
+    """The settings that are lists."""
+    name = "fault"
     try:
-        return parse_fault(text)
+        fault = parse_fault(config.fault)
+        name = "tenant-weight"
+        return fault, parse_weights(config.tenant_weight)
     except ValueError as error:
-        raise StartError(f"fault: {error}") from None
+        raise StartError(f"{name}: {error}") from None
 
 
 async def _equip(
-    config: WorkerConfig, identity: Identity, store: Store, fault: Fault, stack: contextlib.AsyncExitStack
+    config: WorkerConfig,
+    identity: Identity,
+    store: Store,
+    fault: Fault,
+    weights: Weights,
+    stack: contextlib.AsyncExitStack,
 ) -> tuple[Parts, Executor]:
     """Everything that takes long or may be refused: the model, its memory, the data plane."""
     dtype = cast("DType", config.dtype)
@@ -203,6 +214,7 @@ async def _equip(
         latency=LatencyModel(chunk_tokens=config.chunk_tokens),
         store=store,
         fault=fault,
+        weights=weights,
     )
     return parts, Executor(runner)
 

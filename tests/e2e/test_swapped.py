@@ -11,6 +11,7 @@ import pytest
 from asking import Answer, ask, request, until_free, workers
 from diptych.v1 import gateway_pb2
 from meshes import Mesh, StartMesh
+from traces import Span, collecting
 
 AT_ONCE = 8
 NEW_TOKENS = 120
@@ -59,6 +60,7 @@ def of_turns(answers: Sequence[Answer], name: str) -> int:
         pytest.param(1, "reactive", "fp32", marks=pytest.mark.soak),
         pytest.param(1, "recompute", "fp32", marks=pytest.mark.soak),
         pytest.param(0, "proactive", "fp32", marks=pytest.mark.soak),
+        (0, "reactive", "fp32"),
         (0, "recompute", "fp32"),
         (1, "proactive", "bf16"),
     ],
@@ -114,3 +116,37 @@ async def test_clients_that_go_away_while_their_kv_is_swapped_leak_nothing(start
     requests[0].max_tokens = NEW_TOKENS // 2
     again = await ask(mesh, requests[0])
     assert again.token_ids == expected[0].token_ids
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+async def test_the_trace_of_a_request_that_was_swapped_says_when_it_gave_way_and_when_it_came_back(
+    start_mesh: StartMesh,
+) -> None:
+    def decoded(spans: Sequence[Span]) -> list[Span]:
+        return [span for span in spans if span.name == "decode.run"]
+
+    with collecting() as collector:
+        environ = {"DIPTYCH_SCHEDULE": "mlfq", "DIPTYCH_MAX_BATCH": "2"}
+        flags = ["--kv-mib=1", "--chunk-tokens=64", f"--otlp={collector.endpoint}"]
+        mesh = start_mesh(extra=flags, environ=environ)
+        answers = await together(mesh, asked(sampled=False))
+        runs = decoded(collector.wait(None, lambda spans: len(decoded(spans)) == AT_ONCE))
+        mesh.stop()
+    told = sorted((turns.preemptions, turns.swapped_bytes) for turns in (answer.phases.turns for answer in answers))
+    of = [run.attributes for run in runs]
+    assert sorted((one["diptych.preemptions"], one["diptych.swapped_bytes"]) for one in of) == told
+    swapped = [run for run in runs if run.attributes["diptych.swapped_bytes"]]
+    assert swapped
+    for run in swapped:
+        names = [event.name for event in run.events]
+        assert {"preempted", "demoted"} <= set(names)
+        assert names.index("swap out") < names.index("swap in") < last(names, "resumed")
+        assert [event.at_ns for event in run.events] == sorted(event.at_ns for event in run.events)
+        assert all("diptych.level" in event.attributes for event in run.events)
+        moved = [event.attributes["diptych.detail"] for event in run.events if event.name.startswith("swap")]
+        assert all(str(detail).endswith(" bytes") for detail in moved)
+
+
+def last(names: Sequence[str], name: str) -> int:
+    return len(names) - 1 - names[::-1].index(name)

@@ -24,6 +24,15 @@ Value = str | int | float | bool
 
 
 @dataclass(frozen=True, kw_only=True)
+class SpanEvent:
+    """Something that happened within a span, at nanoseconds since the epoch."""
+
+    name: str
+    at_ns: int
+    attributes: dict[str, Value]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Span:
     """A received span. Ids are lower-case hex; times are nanoseconds since the epoch."""
 
@@ -36,6 +45,7 @@ class Span:
     end_ns: int
     failed: bool
     attributes: dict[str, Value]
+    events: tuple[SpanEvent, ...]
 
 
 class Collector(TraceServiceServicer):
@@ -117,6 +127,10 @@ def _span(service: str, span: trace_pb2.Span) -> Span:
         end_ns=span.end_time_unix_nano,
         failed=span.status.code == trace_pb2.Status.STATUS_CODE_ERROR,
         attributes=_values(span.attributes),
+        events=tuple(
+            SpanEvent(name=event.name, at_ns=event.time_unix_nano, attributes=_values(event.attributes))
+            for event in span.events
+        ),
     )
 
 

@@ -1,25 +1,42 @@
-"""A decode core for tests, and a model that computes its steps and carries out its copies like a worker does."""
+"""A decode core for tests, a model that computes its steps and carries out its copies like a worker does, and what all
+random tests of the core have in common.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
 from kvtransfer.blocks import BlockPool
 from services.decode.core import DecodeCore
 from services.decode.memory import Memory
-from services.decode.messages import Copied, Copy, Event, Reserved, Submit, Tokens
+from services.decode.messages import (
+    Cancel,
+    Copied,
+    Copy,
+    Drained,
+    Event,
+    Failed,
+    Finished,
+    Received,
+    Reserved,
+    Submit,
+    Tokens,
+    TransferFailed,
+)
 from services.engine.prefix import PrefixCache
 from services.engine.sampling_spec import SamplingSpec
-from services.errors import DiptychError
+from services.errors import DiptychError, HandOffLost
 from services.schedule.budget import Bandwidth, Reserve
 from services.schedule.fcfs import fcfs
 from services.schedule.policy import Policy
 from services.schedule.swap import SwapMode, Swapper
+from services.schedule.weights import Weights
 from services.worker.work import Computed
 
 BLOCK = 4
-
-
 STEP_S = 0.01
 
 
@@ -32,6 +49,7 @@ def core(
     policy: Policy | None = None,
     mode: SwapMode = SwapMode.RECOMPUTE,
     host_blocks: int = 0,
+    weights: Weights | None = None,
 ) -> DecodeCore:
     """First come, first served, unless told otherwise; who gives way is computed again."""
     pool = BlockPool(blocks)
@@ -47,7 +65,13 @@ def core(
             reserve=Reserve(total_blocks=blocks),
         ),
     )
-    return DecodeCore(memory=memory, policy=policy or fcfs(), chunk_tokens=chunk_tokens, max_batch=max_batch)
+    return DecodeCore(
+        memory=memory,
+        policy=policy or fcfs(),
+        chunk_tokens=chunk_tokens,
+        max_batch=max_batch,
+        weights=weights or Weights(),
+    )
 
 
 def request(
@@ -58,6 +82,7 @@ def request(
     stop: frozenset[int] = frozenset(),
     local: bool = True,
     ids: Sequence[int] = (),
+    tenant: str = "",
     priority: int = 0,
 ) -> Submit:
     ids = tuple(ids) or tuple(range(1, tokens + 1))
@@ -68,6 +93,7 @@ def request(
         max_new_tokens=max_new_tokens,
         stop_token_ids=stop,
         local=local,
+        tenant=tenant,
         priority=priority,
     )
 
@@ -171,3 +197,84 @@ def run(c: DecodeCore, model: Model, steps: int = 200) -> list[Event]:
         for copy in list(model.copies):
             model.end(c, copy, (step + 1) * STEP_S)
     return events
+
+
+class CoreMachine(RuleBasedStateMachine):
+    """Random hand-offs, cancels and whatever rules a test adds: blocks add up, no stream has a gap, every answer is the
+    undisturbed one. `self.core` is the test's.
+    """
+
+    core: DecodeCore
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Model()
+        self.now_s = 0.0
+        self.submits: dict[str, Submit] = {}
+        self.reserved: dict[str, Reserved] = {}  # that nothing came of yet
+        self.cancelled: set[str] = set()
+        self.events: list[Event] = []
+
+    def ask(self, ids: Sequence[int], new: int, *, local: bool, priority: int = 0) -> None:
+        submit = request(f"r{len(self.submits)}", ids=ids, max_new_tokens=new, local=local, priority=priority)
+        self.submits[submit.key] = submit
+        self.core.apply(submit, self.now_s)
+
+    def unlike(self, alike: int, tokens: int) -> list[int]:
+        """A prompt of which so many tokens are those of others."""
+        return [n + 1 if n < alike else 1000 * len(self.submits) + n for n in range(tokens)]
+
+    def collect(self) -> None:
+        for event in self.core.take_events():
+            self.events.append(event)
+            if isinstance(event, Reserved):
+                self.reserved[event.key] = event
+            elif isinstance(event, Copy):
+                self.model.begin(event)
+
+    @precondition(lambda self: self.reserved)
+    @rule(data=st.data(), arrives=st.booleans())
+    def transfer_ends(self, data: st.DataObject, arrives: bool) -> None:
+        key = data.draw(st.sampled_from(sorted(self.reserved)))
+        reserved, token_ids = self.reserved.pop(key), self.submits[key].token_ids
+        draining = key in self.cancelled
+        first = self.model.receive(self.core, reserved, token_ids, damaged=draining or not arrives)
+        if arrives:
+            finish = "length" if self.submits[key].max_new_tokens == 1 else None
+            self.core.apply(Received(key=key, first_token_id=first, finish=finish), self.now_s)
+        else:
+            self.core.apply(TransferFailed(key, HandOffLost("lost")), self.now_s)
+        self.core.apply(Drained(key), self.now_s)
+        self.collect()
+
+    @precondition(lambda self: self.submits)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.submits)))
+        self.cancelled.add(key)
+        self.core.apply(Cancel(key), self.now_s)
+        self.collect()
+
+    @invariant()
+    def accounting_and_streams_are_exact(self) -> None:
+        self.core.check()
+        for key, stream in answers(self.events).items():
+            assert stream == expected(self.submits[key])[: len(stream)]
+
+    def lose_transfers(self) -> None:
+        """Every hand-off under way fails."""
+        while self.reserved:
+            key, _ = self.reserved.popitem()
+            self.core.apply(TransferFailed(key, HandOffLost("lost")), self.now_s)
+            self.core.apply(Drained(key), self.now_s)
+
+    def all_over(self, total_blocks: int) -> None:
+        """Everybody was told how it ended, and everything is free."""
+        self.collect()
+        ended = {event.key for event in self.events if isinstance(event, Finished | Failed)}
+        assert set(self.submits) - self.cancelled <= ended
+        blocks = self.core.load().blocks
+        assert (blocks.free, blocks.swapped) == (total_blocks, 0)
+        for event in self.events:
+            if isinstance(event, Finished):
+                assert len(answers(self.events)[event.key]) == len(expected(self.submits[event.key]))

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from decode_model import BLOCK, Model, answers, core, expected, request, run
+from decode_model import BLOCK, CoreMachine, Model, answers, core, expected, request, run
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import precondition, rule
 
 from services.decode.core import DecodeCore
 from services.decode.messages import (
@@ -480,29 +480,18 @@ def test_without_a_prefix_cache_nothing_is_shared() -> None:
     assert c.load().blocks.cached == 0
 
 
-class DecodeMachine(RuleBasedStateMachine):
-    """Random commands in a tight pool: blocks add up, no stream has a gap, every answer is the undisturbed one."""
+class DecodeMachine(CoreMachine):
+    """First come, first served in a tight pool; conversations go on from what they were answered."""
+
+    TOTAL = 14
 
     def __init__(self) -> None:
         super().__init__()
-        self.core, self.model = core(blocks=14, chunk_tokens=5, max_batch=3), Model()
-        self.submits: dict[str, Submit] = {}
-        self.reserved: dict[str, Reserved] = {}
-        self.cancelled: set[str] = set()
-        self.events: list[Event] = []
-
-    def collect(self) -> None:
-        for event in self.core.take_events():
-            self.events.append(event)
-            if isinstance(event, Reserved):
-                self.reserved[event.key] = event
+        self.core = core(blocks=self.TOTAL, chunk_tokens=5, max_batch=3)
 
     @rule(alike=st.integers(0, 20), tokens=st.integers(1, 20), new=st.integers(1, 20), local=st.booleans())
     def submit(self, alike: int, tokens: int, new: int, local: bool) -> None:
-        ids = [n + 1 if n < alike else 1000 * len(self.submits) + n for n in range(tokens)]
-        submit = request(f"r{len(self.submits)}", ids=ids, max_new_tokens=new, local=local)
-        self.submits[submit.key] = submit
-        self.core.apply(submit, 0.0)
+        self.ask(self.unlike(alike, tokens), new, local=local)
 
     @precondition(lambda self: any(len(stream) > 1 for stream in answers(self.events).values()))
     @rule(data=st.data(), tokens=st.integers(1, 5), new=st.integers(1, 9), local=st.booleans())
@@ -510,65 +499,21 @@ class DecodeMachine(RuleBasedStateMachine):
         """Goes on from a request and what is known of its answer."""
         streams = answers(self.events)
         key = data.draw(st.sampled_from(sorted(streams)))
-        ids = (*self.submits[key].token_ids, *streams[key])[:30] + tuple(range(tokens))
-        submit = request(f"r{len(self.submits)}", ids=ids, max_new_tokens=new, local=local)
-        self.submits[submit.key] = submit
-        self.core.apply(submit, 0.0)
+        self.ask((*self.submits[key].token_ids, *streams[key])[:30] + tuple(range(tokens)), new, local=local)
 
     @rule()
     def step(self) -> None:
         self.model.step(self.core)
         self.collect()
 
-    @precondition(lambda self: self.reserved)
-    @rule(data=st.data(), arrives=st.booleans())
-    def transfer_ends(self, data: st.DataObject, arrives: bool) -> None:
-        key = data.draw(st.sampled_from(sorted(self.reserved)))
-        reserved, token_ids = self.reserved.pop(key), self.submits[key].token_ids
-        draining = key in self.cancelled
-        first = self.model.receive(self.core, reserved, token_ids, damaged=draining or not arrives)
-        if arrives:
-            finish = "length" if self.submits[key].max_new_tokens == 1 else None
-            self.core.apply(Received(key=key, first_token_id=first, finish=finish), 0.0)
-        else:
-            self.core.apply(TransferFailed(key, HandOffLost("lost")), 0.0)
-        self.core.apply(Drained(key), 0.0)
-        self.collect()
-
-    @precondition(lambda self: self.submits)
-    @rule(data=st.data())
-    def cancel(self, data: st.DataObject) -> None:
-        key = data.draw(st.sampled_from(sorted(self.submits)))
-        self.cancelled.add(key)
-        self.core.apply(Cancel(key), 0.0)
-        self.collect()
-
-    @invariant()
-    def accounting_and_streams_are_exact(self) -> None:
-        self.core.check()
-        for key, stream in answers(self.events).items():
-            assert stream == expected(self.submits[key])[: len(stream)]
-
     def teardown(self) -> None:
-        while self.reserved:
-            key, _ = self.reserved.popitem()
-            self.core.apply(Cancel(key), 0.0)
-            self.core.apply(Drained(key), 0.0)
-            self.cancelled.add(key)
         for _ in range(2000):
+            self.lose_transfers()
             worked = self.model.step(self.core)
             self.collect()
-            while self.reserved:
-                key, _ = self.reserved.popitem()
-                self.core.apply(TransferFailed(key, HandOffLost("lost")), 0.0)
-                self.core.apply(Drained(key), 0.0)
-                worked = worked or [("", 0, 0)]
-            if not worked:
+            if not (worked or self.reserved):
                 break
-        self.collect()
-        ended = {e.key for e in self.events if isinstance(e, Finished | Failed)}
-        assert set(self.submits) - self.cancelled <= ended
-        assert self.core.load().blocks.free == 14
+        self.all_over(self.TOTAL)
 
 
 DecodeMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -20,6 +20,7 @@ from services.schedule.fcfs import fcfs
 from services.schedule.mlfq import Mlfq
 from services.schedule.policy import Policy
 from services.schedule.priority import priority
+from services.schedule.weights import parse_weights
 from services.worker.work import Computed
 
 BLOCK = 4
@@ -32,6 +33,7 @@ def core(
     *,
     prefix_cache: bool = True,
     policy: Policy | None = None,
+    weights: str = "",
 ) -> PrefillCore:
     pool = BlockPool(blocks)
     return PrefillCore(
@@ -41,6 +43,7 @@ def core(
         block_tokens=BLOCK,
         chunk_tokens=chunk_tokens,
         max_batch=max_batch,
+        weights=parse_weights(weights),
     )
 
 
@@ -493,6 +496,18 @@ def test_kv_that_a_long_prompt_holds_between_its_chunks_is_its_own_and_it_goes_o
     assert step(c)[0] == []
     c.apply(Released("long"), 1.0)
     assert [key for key, _, _ in step(c)[0]] == ["urgent"]
+
+
+@pytest.mark.parametrize(("weights", "gold"), [("", 9), ("gold=2", 12)])
+def test_prompts_of_a_tenant_of_twice_the_weight_come_twice_as_often(weights: str, gold: int) -> None:
+    c = core(blocks=200, policy=Mlfq(step_s=0.006), weights=weights)
+    for number in range(18):
+        for tenant in ("gold", "other"):
+            ids = [1000 * len(tenant) + 10 * number + i for i in range(6)]
+            c.apply(replace(prompt(f"{tenant}-{number}", 0, ids=ids), tenant=tenant), 0.0)
+    first = [key for _ in range(18) for key, _, _ in step(c, now_s=0.0)[0]]
+    assert len(first) == 18
+    assert sum(key.startswith("gold") for key in first) == pytest.approx(gold, abs=1)
 
 
 def test_load_names_the_schedule_and_counts_its_levels() -> None:
