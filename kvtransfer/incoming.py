@@ -84,7 +84,8 @@ class Incoming:
         self._sent: dict[int, tuple[Sent, float]] = {}
         self._stream_error: TransferError | None = None
         self._voided = False
-        self._copy: asyncio.Future[None] | None = None
+        self._quiet = asyncio.Event()
+        self._quiet.set()
         self._finished: Finished | None = None
         self._finished_s = 0.0
         self._endpoint: Endpoint | None = None
@@ -124,8 +125,7 @@ class Incoming:
 
     async def quiet(self) -> None:
         """After `give_up`: waits, for milliseconds, until nothing writes to the blocks any more."""
-        if self._copy:
-            await asyncio.wait([self._copy])
+        await self._quiet.wait()
 
     async def drain(self) -> None:
         """After `run`: waits until the wire has let go of every staging buffer, then ends the control stream."""
@@ -245,11 +245,11 @@ class Incoming:
         if not post.operation.filled or sent.bytes != piece.bytes:
             raise TruncatedPiece(f"piece {piece.index} is not the {piece.bytes} bytes that it should be")
         post.buffer.take()
+        self._quiet.clear()
         try:
-            scatter = self._equipment.copies.run(lambda: self._scatter(piece, post.memory, sent.crc32))
-            self._copy = asyncio.ensure_future(scatter)
-            await self._copy
+            await self._equipment.copies.run(lambda: self._scatter(piece, post.memory, sent.crc32))
         finally:
+            self._quiet.set()
             post.buffer.release()
         self._placed += 1
 
@@ -291,14 +291,15 @@ class Incoming:
 
     async def _until(self, ready: Callable[[], bool]) -> None:
         """Waits for `ready`, as long as the deadline allows and nothing is wrong."""
+        self._raise_problem()
+        if ready():
+            return  # mostly so, and a timer costs more than the question
         try:
             async with asyncio.timeout(self._remaining_s()):
-                while True:
-                    self._raise_problem()
-                    if ready():
-                        return
+                while not ready():
                     self._changed.clear()
                     await self._changed.wait()
+                    self._raise_problem()
         except TimeoutError:
             raise TransferExpired(f"transfer {self._opening.transfer_id} was not complete in time") from None
 

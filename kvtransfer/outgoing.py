@@ -71,7 +71,8 @@ class Outgoing:
         self._next = 0
         self._sent_bytes = 0
         self._endpoint: Endpoint | None = None
-        self._operations: list[tuple[Operation, StagingBuffer | None]] = []
+        self._flying: dict[Operation, StagingBuffer | None] = {}  # unresolved ones, void messages without a buffer
+        self._wire_error: TransferError | None = None
         offer.listen(self._changed.set)
 
     def give_up(self, error: TransferError) -> None:
@@ -102,11 +103,11 @@ class Outgoing:
         """After `run`: waits until the wire has let go of every staging buffer."""
         if self._endpoint is None:
             return
-        for operation, buffer in self._operations:
-            if buffer and not operation.resolved:
+        for buffer in self._flying.values():
+            if buffer:
                 buffer.abandon()
-        if not await self._equipment.drain(self._endpoint, [operation for operation, _ in self._operations]):
-            for operation, buffer in self._operations:
+        if not await self._equipment.drain(self._endpoint, list(self._flying)):
+            for operation, buffer in self._flying.items():
                 if buffer and not operation.resolved:
                     buffer.quarantine()
 
@@ -153,20 +154,19 @@ class Outgoing:
     def _is_decided(self, piece: Piece) -> bool:
         """It can be sent now, or will never be."""
         computed = self._offer.computed_tokens >= piece.token_end
-        ready = computed and self._posted > piece.index and self._in_flight() < IN_FLIGHT
+        ready = computed and self._posted > piece.index and len(self._flying) < IN_FLIGHT
         return ready or self._ended_early()
-
-    def _in_flight(self) -> int:
-        return sum(not operation.resolved for operation, _ in self._operations[-IN_FLIGHT:])
 
     def _ended_early(self) -> bool:
         return self._offer.outcome is not None and self._offer.outcome.finished is not None
 
     async def _send(self, piece: Piece) -> None:
         equipment = self._equipment
-        endpoint = await while_well(self._connected(), self._until, self._changed)
-        acquiring = equipment.staging.acquire(piece.bytes, self._offer.lease.remaining_s(equipment.clock))
-        buffer = await while_well(acquiring, self._until, self._changed, undo=StagingBuffer.release)
+        endpoint = self._endpoint or await while_well(self._connected(), self._until, self._changed)
+        buffer = await equipment.staging.try_acquire(piece.bytes)
+        if buffer is None:
+            acquiring = equipment.staging.acquire(piece.bytes, self._offer.lease.remaining_s(equipment.clock))
+            buffer = await while_well(acquiring, self._until, self._changed, undo=StagingBuffer.release)
         memory = buffer.memory[: piece.bytes]
         try:
             crc32 = await equipment.copies.run(lambda: self._gather(piece, memory))
@@ -186,10 +186,14 @@ class Outgoing:
 
     def _start(self, endpoint: Endpoint, index: int, memory: Buffer, buffer: StagingBuffer | None) -> None:
         operation = endpoint.send(memory, self._tag_base + index)
-        if buffer:
-            operation.on_resolved(buffer.settle)
-        operation.on_resolved(self._changed.set)
-        self._operations.append((operation, buffer))
+        self._flying[operation] = buffer
+        operation.on_resolved(partial(self._land, operation))
+
+    def _land(self, operation: Operation) -> None:
+        if buffer := self._flying.pop(operation):
+            buffer.settle()
+        self._wire_error = self._wire_error or operation.error
+        self._changed.set()
 
     async def _connected(self) -> Endpoint:
         if self._endpoint is None:
@@ -229,7 +233,7 @@ class Outgoing:
                 await self._control.send(Sent(piece=self._next, bytes=0))
         with contextlib.suppress(TransferError, TimeoutError):  # its own deadline and connection tell it
             async with asyncio.timeout(_CLOSING_S):
-                while self._operation_error() is None:
+                while self._wire_error is None:
                     self._changed.clear()
                     await self._void_posted()
                     if self._closed:
@@ -238,14 +242,15 @@ class Outgoing:
 
     async def _until(self, ready: Callable[[], bool]) -> None:
         """Waits for `ready`, as long as the lease lasts and nothing is wrong."""
+        self._raise_problem()
+        if ready():
+            return  # mostly so, and a timer costs more than the question
         try:
             async with asyncio.timeout(self._offer.lease.remaining_s(self._equipment.clock)):
-                while True:
-                    self._raise_problem()
-                    if ready():
-                        return
+                while not ready():
                     self._changed.clear()
                     await self._changed.wait()
+                    self._raise_problem()
         except TimeoutError:
             raise TransferExpired(f"the lease of {self._offer.transfer_id} ended in mid-transfer") from None
 
@@ -253,9 +258,6 @@ class Outgoing:
         # An acknowledgement settles everything: what breaks after it does not matter.
         if self._acknowledged is not None and self._told:
             return
-        for error in (self._offer.error, self._operation_error(), self._error, self._offer.lost):
+        for error in (self._offer.error, self._wire_error, self._error, self._offer.lost):
             if error:
                 raise error
-
-    def _operation_error(self) -> TransferError | None:
-        return next((operation.error for operation, _ in self._operations if operation.error), None)

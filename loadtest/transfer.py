@@ -18,6 +18,7 @@ after the other without pause, against the steps of the windows between them.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import secrets
@@ -218,6 +219,7 @@ def transfer(
         if plan.uses_engine:
             files = resolve(model, progress=lambda text: click.echo(text, err=True))
             card = read_card(files.path, files.name)
+        gc.freeze()  # as workers do
         found = asyncio.run(_run(plan, card))
     except (DiptychError, TransferError, RuntimeError) as error:
         raise click.ClickException(str(error)) from None

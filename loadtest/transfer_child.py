@@ -12,6 +12,7 @@ second; 0: as fast as it is), `model`, `cores`. Says where it listens, then does
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import random
 import sys
@@ -267,6 +268,7 @@ def _crash(error: BaseException) -> None:
 
 
 async def _main() -> None:
+    gc.freeze()  # as workers do: what was imported is no garbage, and looking through it takes tenths of a second
     options = Options(**json.loads(sys.argv[1]))
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(partial(asyncio.StreamReaderProtocol, reader), sys.stdin)

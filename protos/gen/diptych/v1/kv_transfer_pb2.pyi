@@ -245,8 +245,8 @@ class PullSent(_message.Message):
     with the reason.
     """
     crc32: _builtins.int
-    """Checksum of its bytes: as rows of 512 little-endian uint64, CRC-32 over what is left after the last whole row, then
-    the sums (modulo 2^64) of the columns, then those of the rows. Absent where the sender does not compute it.
+    """Checksum of its bytes: as rows of 509 little-endian uint64, CRC-32 over what is left after the last whole row, then
+    the sums (modulo 2^64) of the columns. Absent where the sender does not compute it.
     """
     def __init__(
         self,
