@@ -43,9 +43,8 @@ def allow(compression: Compression, link_bytes_per_s: float = 0.0) -> Allowed:
     """What a receiver that wants `compression` says to a sender that it hears at so many bytes a second."""
     if compression == "off":
         return PLAIN_ONLY
-    auto = compression == "auto"
-    encodings = MOST_PRECISE_FIRST if auto else (compression,)
-    return Allowed(encodings=encodings, link_bytes_per_s=link_bytes_per_s, only_if_slower=auto)
+    encodings = MOST_PRECISE_FIRST if compression == "auto" else (compression,)
+    return Allowed(encodings=encodings, link_bytes_per_s=link_bytes_per_s, only_if_slower=compression == "auto")
 
 
 def choose(compression: Compression, allowed: Allowed, produced_bytes_per_s: float) -> Encoding:

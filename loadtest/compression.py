@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from kvtransfer.codec import Encoding
 from kvtransfer.coder import Coder
 from kvtransfer.device import Arena, Buffer
-from kvtransfer.manifest import Piece, plan
+from kvtransfer.manifest import PIECE_BYTES, Piece, plan
 from loadtest.texts import TEXTS
 from services.cli.tables import table_console
 from services.engine.card import ModelCard, read_card
@@ -45,8 +45,8 @@ Rows = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One encoding. `bytes_ratio`: of its messages to those of plain KV. Errors: ‖logits − plain‖ ÷ ‖plain‖ of each step,
-    without the mean. `agreement`: share of steps that choose the token that plain KV gives; `texts`: share of prefixes
+    """One encoding. `bytes_ratio`: of its messages to those of plain KV. Errors: see `relative_errors`, of each step.
+    `agreement`: share of steps that choose the token that plain KV gives; `texts`: share of prefixes
     of which all steps do. Speeds in 10⁹ bytes of plain KV a second, gather and scatter included.
     """
 
@@ -79,6 +79,7 @@ class Bench:
         self._arena = Arena(layout_of(card, "bf16", BLOCK_TOKENS), (1 + LANES) * self._blocks)
         self._coder = Coder(self._arena)
         self._runner = open_runner(card, dtype="bf16", device="cpu", array=self._arena.array)
+        self._message = self._arena.staging(2 * PIECE_BYTES)
         self.moved = {encoding: _Moved() for encoding in ENCODINGS}
 
     def compute(self, token_ids: Sequence[int]) -> list[int]:
@@ -114,7 +115,7 @@ class Bench:
     def _move(self, tokens: int, blocks: range, encoding: Encoding) -> None:
         moved, layout = self.moved[encoding], self._arena.layout
         for piece in plan(layout, layout, tokens, 0, encoding).pieces:
-            message = self._arena.staging(piece.wire_bytes)
+            message = self._message[: piece.wire_bytes]
             moved.encode_s += _timed(self._coder.gather, piece, self._lane(0), message, encoding)
             moved.decode_s += _timed(self._coder.scatter, piece, blocks, message, encoding)
             moved.plain += piece.bytes

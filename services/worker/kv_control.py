@@ -38,7 +38,7 @@ _ERRORS: dict[grpc.StatusCode, type[TransferError]] = {
     grpc.StatusCode.UNAVAILABLE: PeerLost,
 }
 
-_TO_ENCODING: dict[Encoding, pb.KvEncoding] = {
+_TO_ENCODING: dict[Encoding, pb.KvEncoding.ValueType] = {
     "plain": pb.KV_ENCODING_UNSPECIFIED,
     "int8": pb.KV_ENCODING_INT8,
     "fp8": pb.KV_ENCODING_FP8,

@@ -1,4 +1,4 @@
-"""What encoded KV costs on real text, with the embedded model: `python -m loadtest compression` says it for 200 prefixes."""
+"""Encoded KV on real text, with the embedded model; `python -m loadtest compression` says it for 200 prefixes."""
 
 from __future__ import annotations
 

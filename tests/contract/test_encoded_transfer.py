@@ -1,4 +1,4 @@
-"""Transfers of encoded KV, over every transport: what the two layouts and the encoding say arrives, and nothing else."""
+"""Transfers of encoded KV, over every transport: as near as the encoding can be, and as safe as with plain KV."""
 
 from __future__ import annotations
 
