@@ -8,8 +8,9 @@ piece's own order:
   would leave little of the small ones.
 - fp8: e4m3 (4 bits of exponent, 3 of mantissa, no infinities: OCP 8-bit floating point specification, 2023), rounded to
   nearest, ties to even, after a division by one scale for each (layer, K or V, head): the least power of two that
-  brings its largest absolute value to at most 448. A float is as precise at every size, so that scales of channels, or
-  finer ones, would buy nothing that can be measured; and by a power of two a bf16 number is scaled without rounding.
+  brings its largest absolute value to at most 448. A float is as precise at every size: on SmolLM2's KV of
+  real text the error is 2.6 % with scales of heads and of channels alike (int8: 0.4 % of K and 0.7 % of V with scales
+  of channels, 1.5 % and 1.3 % with those of heads). By a power of two a bf16 number is scaled without rounding.
 
 Finite values stay finite. An infinity or a NaN arrives as a NaN, in its own place, and does not touch its channel's
 scale: KV that is broken must look so, and nothing beside it may change.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
@@ -41,6 +42,8 @@ from kvtransfer.outgoing import Outgoing
 from kvtransfer.probe import Answering, Invitation
 from kvtransfer.staging import StagingPool
 from kvtransfer.transport.base import Transport
+
+log = logging.getLogger(__name__)
 
 TOMBSTONES: Final = 65_536
 TOMBSTONE_S: Final = 600.0
@@ -75,6 +78,8 @@ class Sender:
         self._clock = clock
         self._checksums = checksums
         self._compression: Compression = compression if encodes(arena, transport) else "off"
+        if self._compression != compression:
+            log.warning("KV leaves plain, not as %s: the transport reads it from the GPU's memory", compression)
         self._produced_bytes_per_s = produced_bytes_per_s
         self._offers: dict[str, Offer] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
