@@ -78,6 +78,10 @@ pulled, the limit counts alone.
 yours brings it to the receiver, `Sender.answer` and `Receiver.probe` connect, measure latency and bandwidth, compare
 bytes, and say which of UCX's transports carries them. `shortfall` says whether a better one was to be expected.
 
+**Slow connections.** Nothing is encoded unless both sides want it: a sender made with `compression="int8"` (or "fp8",
+or "auto") sends so to receivers that say `Open(allowed=allow("int8"))`. It halves the bytes, and costs precision: see
+`codec` and `compression`. `Received.encoding` says what was used.
+
 **Environment.** `UCX_*` variables win over the settings made here. Between CPU processes tcp is used: UCX's
 shared-memory transports kill or hang the survivor of a peer's death. With `cuda=True` UCX may choose RDMA and cuda_ipc.
 
@@ -88,6 +92,8 @@ transport. A process that ends without it may hang in UCX's threads.
 from __future__ import annotations
 
 from kvtransfer.blocks import BlockCounts, BlockPool, BlockState
+from kvtransfer.codec import Encoding
+from kvtransfer.compression import Allowed, Compression, allow
 from kvtransfer.device import Arena
 from kvtransfer.errors import (
     BlockStateError,
@@ -121,14 +127,17 @@ from kvtransfer.transport.ucx import UcxTransport
 __all__ = [
     "Accepted",
     "Acknowledge",
+    "Allowed",
     "Area",
     "Arena",
     "BlockCounts",
     "BlockPool",
     "BlockState",
     "BlockStateError",
+    "Compression",
     "Control",
     "Counters",
+    "Encoding",
     "Finished",
     "IllegalTransition",
     "Invitation",
@@ -160,6 +169,7 @@ __all__ = [
     "UcxTransport",
     "UnknownTransfer",
     "WrongIncarnation",
+    "allow",
     "overlapping",
     "plan_pieces",
     "rdma_devices",

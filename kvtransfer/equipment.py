@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvtransfer.coder import Coder
 from kvtransfer.copying import CopyThread
 from kvtransfer.device import Arena
 from kvtransfer.lease import Clock
@@ -13,10 +14,11 @@ from kvtransfer.transport.base import Endpoint, Operation, Transport, drain
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Equipment:
-    """The transport, the arena, and what moves bytes between the two."""
+    """The transport, the arena, and what moves bytes between the two. `coder` is used on the copy thread only."""
 
     transport: Transport
     arena: Arena
+    coder: Coder
     staging: StagingPool
     copies: CopyThread
     clock: Clock

@@ -178,7 +178,10 @@ class Incoming:
         area = overlap(accepted.layout, self._opening.layout)
         if area != self._area:
             raise LayoutMismatch(f"the sender brings {area}, not {self._area}")
-        manifest = plan(accepted.layout, self._opening.layout, self._tokens, self._opening.skip_tokens)
+        if accepted.encoding != "plain" and accepted.encoding not in self._opening.allowed.encodings:
+            raise ProtocolViolation(f"the sender chose {accepted.encoding}, which was not allowed")
+        skip_tokens = self._opening.skip_tokens
+        manifest = plan(accepted.layout, self._opening.layout, self._tokens, skip_tokens, accepted.encoding)
         require_same_manifest(manifest, tokens=accepted.tokens, pieces=accepted.pieces, total_bytes=accepted.bytes)
         if accepted.transport != self._equipment.transport.name:
             raise PeerLost(f"the sender speaks {accepted.transport}, we speak {self._equipment.transport.name}")
@@ -208,13 +211,13 @@ class Incoming:
             return
         while len(self._posts) < min(len(pieces), self._placed + WINDOW) and not self._is_over():
             piece = pieces[len(self._posts)]
-            buffer = await self._equipment.staging.try_acquire(piece.bytes)
+            buffer = await self._equipment.staging.try_acquire(piece.wire_bytes)
             if buffer is None:
                 if len(self._posts) > self._placed:
                     break
-                acquiring = self._equipment.staging.acquire(piece.bytes, self._remaining_s())
+                acquiring = self._equipment.staging.acquire(piece.wire_bytes, self._remaining_s())
                 buffer = await while_well(acquiring, self._until, self._changed, undo=StagingBuffer.release)
-            memory = buffer.memory[: piece.bytes]
+            memory = buffer.memory[: piece.wire_bytes]
             operation = self._endpoint.receive(memory, self._accepted.tag_base + piece.index)
             buffer.post()
             post = _Post(operation, buffer, memory)
@@ -242,8 +245,8 @@ class Incoming:
 
     async def _place(self, piece: Piece, post: _Post) -> None:
         sent, _ = self._sent[piece.index]
-        if not post.operation.filled or sent.bytes != piece.bytes:
-            raise TruncatedPiece(f"piece {piece.index} is not the {piece.bytes} bytes that it should be")
+        if not post.operation.filled or sent.bytes != piece.wire_bytes:
+            raise TruncatedPiece(f"piece {piece.index} is not the {piece.wire_bytes} bytes that it should be")
         post.buffer.take()
         self._quiet.clear()
         try:
@@ -256,7 +259,8 @@ class Incoming:
     def _scatter(self, piece: Piece, memory: Buffer, crc32: int | None) -> None:
         if crc32 is not None and checksum(memory) != crc32:
             raise TruncatedPiece(f"piece {piece.index} arrived damaged")
-        self._equipment.arena.scatter(piece, self._block_ids, memory)
+        assert self._accepted is not None
+        self._equipment.coder.scatter(piece, self._block_ids, memory, self._accepted.encoding)
 
     def _all_resolved(self) -> bool:
         return all(post.operation.resolved for post in self._posts)
@@ -275,6 +279,7 @@ class Incoming:
             exposed_s=now_s - self._finished_s + self._finished.since_computed_s,
             wire_s=self._wire_s(),
             transport=self._equipment.transport.name,
+            encoding=self._accepted.encoding,
         )
 
     def _wire_s(self) -> float:

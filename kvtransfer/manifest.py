@@ -2,7 +2,7 @@
 
 What moves is what the two shards have in common. A piece is (layer group) × {K, V} × (token range) × (head range), on
 the wire in C order as (layers, 2, tokens, heads, head_dim). The grid depends only on the two layouts and the token
-range, so no list of pieces ever travels.
+range, so no list of pieces ever travels. An encoding (see codec) changes the length of their messages alone.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
+from kvtransfer.codec import Encoding, wire_bytes
 from kvtransfer.errors import LayoutMismatch
-from kvtransfer.layout import KvLayout, overlap
+from kvtransfer.layout import ELEMENT_BYTES, KvLayout, overlap
 
 PIECE_TOKENS: Final = 128
 """Token ranges are aligned at multiples of the least common multiple of the block sizes that is at least this."""
@@ -26,7 +27,7 @@ more.
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
     """One message: tokens [token_begin, token_end) of layers [layer_begin, layer_end) and KV heads [head_begin,
-    head_end), counted over the whole model.
+    head_end), counted over the whole model. `bytes` are those of its KV, `wire_bytes` those of its message.
     """
 
     index: int
@@ -37,6 +38,12 @@ class Piece:
     head_begin: int
     head_end: int
     bytes: int
+    wire_bytes: int
+
+    @property
+    def encoded(self) -> bool:
+        """Whether the message is not the KV as it is. A piece that would gain nothing travels plain."""
+        return self.wire_bytes < self.bytes
 
     @property
     def tokens(self) -> int:
@@ -60,15 +67,18 @@ class Manifest:
 
     tokens: int
     skip_tokens: int
+    encoding: Encoding
     pieces: tuple[Piece, ...]
 
     @property
-    def bytes(self) -> int:
-        """KV bytes of all pieces."""
-        return sum(piece.bytes for piece in self.pieces)
+    def wire_bytes(self) -> int:
+        """Bytes of all messages."""
+        return sum(piece.wire_bytes for piece in self.pieces)
 
 
-def plan_pieces(sender: KvLayout, receiver: KvLayout, tokens: int, skip_tokens: int = 0) -> tuple[Piece, ...]:
+def plan_pieces(
+    sender: KvLayout, receiver: KvLayout, tokens: int, skip_tokens: int = 0, encoding: Encoding = "plain"
+) -> tuple[Piece, ...]:
     """Cuts tokens [skip_tokens, tokens) of what both shards hold into pieces, by token range first, then by layer
     group.
 
@@ -89,6 +99,7 @@ def plan_pieces(sender: KvLayout, receiver: KvLayout, tokens: int, skip_tokens: 
         end = min(tokens, (begin // piece_tokens + 1) * piece_tokens)
         for first in range(area.layer_begin, area.layer_end, group_layers):
             last = min(first + group_layers, area.layer_end)
+            shape = (last - first, 2, end - begin, area.heads, sender.head_dim)
             pieces.append(
                 Piece(
                     index=len(pieces),
@@ -99,16 +110,19 @@ def plan_pieces(sender: KvLayout, receiver: KvLayout, tokens: int, skip_tokens: 
                     head_begin=area.head_begin,
                     head_end=area.head_end,
                     bytes=(end - begin) * (last - first) * layer_bytes,
+                    wire_bytes=wire_bytes(encoding, shape, ELEMENT_BYTES[sender.dtype]),
                 )
             )
         begin = end
     return tuple(pieces)
 
 
-def plan(sender: KvLayout, receiver: KvLayout, tokens: int, skip_tokens: int = 0) -> Manifest:
+def plan(
+    sender: KvLayout, receiver: KvLayout, tokens: int, skip_tokens: int = 0, encoding: Encoding = "plain"
+) -> Manifest:
     """Plans the pieces and keeps them together. Errors as in plan_pieces."""
-    pieces = plan_pieces(sender, receiver, tokens, skip_tokens)
-    return Manifest(tokens=tokens, skip_tokens=skip_tokens, pieces=pieces)
+    pieces = plan_pieces(sender, receiver, tokens, skip_tokens, encoding)
+    return Manifest(tokens=tokens, skip_tokens=skip_tokens, encoding=encoding, pieces=pieces)
 
 
 def require_same_manifest(own: Manifest, *, tokens: int, pieces: int, total_bytes: int) -> None:
@@ -116,7 +130,7 @@ def require_same_manifest(own: Manifest, *, tokens: int, pieces: int, total_byte
     for name, ours, theirs in (
         ("tokens", own.tokens, tokens),
         ("pieces", len(own.pieces), pieces),
-        ("bytes", own.bytes, total_bytes),
+        ("bytes", own.wire_bytes, total_bytes),
     ):
         if ours != theirs:
             raise LayoutMismatch(f"the manifests differ in {name}: {ours} here, {theirs} at the sender")

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvtransfer.codec import Encoding
+from kvtransfer.compression import PLAIN_ONLY, Allowed
 from kvtransfer.layout import KvLayout
 
 Address = bytes
@@ -16,13 +18,16 @@ Address = bytes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Open:
-    """First word of the receiver. `layout` is the receiver's; tokens [0, skip_tokens) are there already."""
+    """First word of the receiver. `layout` is the receiver's; tokens [0, skip_tokens) are there already. `allowed`: how
+    the KV may be encoded.
+    """
 
     transfer_id: str
     sender_incarnation: str
     receiver_incarnation: str
     layout: KvLayout
     skip_tokens: int
+    allowed: Allowed = PLAIN_ONLY
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +46,9 @@ class Acknowledge:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Accepted:
-    """First word of the sender: its manifest, and where its data plane is. Piece i carries the tag tag_base + i."""
+    """First word of the sender: its manifest, and where its data plane is. Piece i carries the tag tag_base + i.
+    `bytes` are those of all messages, as `encoding` makes them.
+    """
 
     tokens: int
     pieces: int
@@ -50,6 +57,7 @@ class Accepted:
     data_address: Address
     transport: str
     tag_base: int
+    encoding: Encoding = "plain"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -115,11 +115,12 @@ class Outgoing:
         return Accepted(
             tokens=self._manifest.tokens,
             pieces=len(self._manifest.pieces),
-            bytes=self._manifest.bytes,
+            bytes=self._manifest.wire_bytes,
             layout=self._equipment.arena.layout,
             data_address=self._equipment.transport.address,
             transport=self._equipment.transport.name,
             tag_base=self._tag_base,
+            encoding=self._manifest.encoding,
         )
 
     async def _read(self) -> None:
@@ -163,25 +164,25 @@ class Outgoing:
     async def _send(self, piece: Piece) -> None:
         equipment = self._equipment
         endpoint = self._endpoint or await while_well(self._connected(), self._until, self._changed)
-        buffer = await equipment.staging.try_acquire(piece.bytes)
+        buffer = await equipment.staging.try_acquire(piece.wire_bytes)
         if buffer is None:
-            acquiring = equipment.staging.acquire(piece.bytes, self._offer.lease.remaining_s(equipment.clock))
+            acquiring = equipment.staging.acquire(piece.wire_bytes, self._offer.lease.remaining_s(equipment.clock))
             buffer = await while_well(acquiring, self._until, self._changed, undo=StagingBuffer.release)
-        memory = buffer.memory[: piece.bytes]
+        memory = buffer.memory[: piece.wire_bytes]
         try:
             crc32 = await equipment.copies.run(lambda: self._gather(piece, memory))
             self._raise_problem()
-            await self._control.send(Sent(piece=piece.index, bytes=piece.bytes, crc32=crc32))
+            await self._control.send(Sent(piece=piece.index, bytes=piece.wire_bytes, crc32=crc32))
         except BaseException:
             buffer.release()
             raise
         buffer.post()
         self._start(endpoint, piece.index, memory, buffer)
         self._next = piece.index + 1
-        self._sent_bytes += piece.bytes
+        self._sent_bytes += piece.wire_bytes
 
     def _gather(self, piece: Piece, memory: Buffer) -> int | None:
-        self._equipment.arena.gather(piece, self._offer.block_ids, memory)
+        self._equipment.coder.gather(piece, self._offer.block_ids, memory, self._manifest.encoding)
         return checksum(memory) if self._crc else None
 
     def _start(self, endpoint: Endpoint, index: int, memory: Buffer, buffer: StagingBuffer | None) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvtransfer.codec import Encoding
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Received:
     """What a pull brought.
 
-    `bytes` and `pieces` count what arrived. `wire_s` is the time in which at least one piece was known to be on the
-    wire. `exposed_s` is the part of the transfer that nothing hid: from the end of the prompt's computation until
-    everything was in place (the time that the sender's last word took to come left out).
+    `bytes` and `pieces` count what arrived, the bytes as this `encoding` made them. `wire_s` is the time in which at
+    least one piece was known to be on the wire. `exposed_s` is the part of the transfer that nothing hid: from the end
+    of the prompt's computation until everything was in place (the time that the sender's last word took to come left
+    out).
     """
 
     first_token_id: int
@@ -22,6 +25,7 @@ class Received:
     exposed_s: float
     wire_s: float
     transport: str
+    encoding: Encoding
 
     @property
     def gigabytes_per_second(self) -> float:

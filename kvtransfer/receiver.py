@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Coroutine, Sequence
 
+from kvtransfer.coder import Coder
 from kvtransfer.copying import CopyThread
 from kvtransfer.device import Arena
 from kvtransfer.equipment import Equipment
@@ -31,6 +32,7 @@ class Receiver:
         self._equipment = Equipment(
             transport=transport,
             arena=arena,
+            coder=Coder(arena),
             staging=StagingPool(arena, on_host=not transport.device_memory),
             copies=CopyThread("kv-scatter"),
             clock=clock,

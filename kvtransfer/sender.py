@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Final
 
 from kvtransfer.claims import Claim, Claims
+from kvtransfer.coder import Coder, encodes
+from kvtransfer.compression import Compression, choose
 from kvtransfer.copying import CopyThread
 from kvtransfer.device import Arena
 from kvtransfer.equipment import Equipment
@@ -40,6 +43,8 @@ from kvtransfer.probe import Answering, Invitation
 from kvtransfer.staging import StagingPool
 from kvtransfer.transport.base import Transport
 
+log = logging.getLogger(__name__)
+
 TOMBSTONES: Final = 65_536
 TOMBSTONE_S: Final = 600.0
 
@@ -55,10 +60,16 @@ class Sender:
         incarnation: str,
         clock: Clock = time.monotonic,
         checksums: bool = False,
+        compression: Compression = "off",
+        produced_bytes_per_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
+        """`compression`: how KV may leave, if the receiver allows it (see compression); what prefill produces of KV now
+        is asked for "auto" alone, 0 when it is not known. A transport that reads a GPU's memory always sends plain KV.
+        """
         self._equipment = Equipment(
             transport=transport,
             arena=arena,
+            coder=Coder(arena),
             staging=StagingPool(arena, on_host=not transport.device_memory),
             copies=CopyThread("kv-gather"),
             clock=clock,
@@ -66,6 +77,10 @@ class Sender:
         self._incarnation = incarnation
         self._clock = clock
         self._checksums = checksums
+        self._compression: Compression = compression if encodes(arena, transport) else "off"
+        if self._compression != compression:
+            log.warning("KV leaves plain, not as %s: the transport reads it from the GPU's memory", compression)
+        self._produced_bytes_per_s = produced_bytes_per_s
         self._offers: dict[str, Offer] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._waiting: dict[str, dict[Claim, asyncio.Future[None]]] = {}
@@ -143,7 +158,8 @@ class Sender:
         layout = self._equipment.arena.layout
         claim = Claim(receiver=opening.receiver_incarnation, area=overlap(layout, opening.layout))
         offer = await self._claim(opening, claim, lease.remaining_s(self._clock))
-        manifest = plan(layout, opening.layout, offer.tokens, opening.skip_tokens)
+        encoding = choose(self._compression, opening.allowed, self._produced_bytes_per_s())
+        manifest = plan(layout, opening.layout, offer.tokens, opening.skip_tokens, encoding)
         outgoing = Outgoing(offer, manifest, control, self._equipment, claim, self._tag_base(), self._checksums)
         run = self._spawn(self._run(outgoing))
         try:

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from typing import Final, get_args
 
 from kvtransfer import errors
+from kvtransfer.compression import Allowed
 from kvtransfer.errors import PeerLost, ProtocolViolation, TransferError
 from kvtransfer.layout import KvLayout
 from kvtransfer.messages import Message
@@ -96,6 +97,9 @@ def _parse(line: bytes) -> Message:
             raise _ERRORS[kind](values["reason"])
         if "layout" in values:
             values["layout"] = KvLayout(**values["layout"])
+        if "allowed" in values:
+            encodings = tuple(values["allowed"].pop("encodings"))
+            values["allowed"] = Allowed(encodings=encodings, **values["allowed"])
         if "data_address" in values:
             values["data_address"] = bytes.fromhex(values["data_address"])
         return _MESSAGES[kind](**values)

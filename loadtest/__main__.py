@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from loadtest.compression import compression
 from loadtest.engine import engine
 from loadtest.faults import faults
 from loadtest.idle import idle
@@ -19,6 +20,7 @@ def main() -> None:
     """One module a command."""
 
 
+main.add_command(compression)
 main.add_command(engine)
 main.add_command(faults)
 main.add_command(idle)

@@ -69,6 +69,12 @@ class WorkerConfig(ServiceConfig):
         "Shares of tenants under feedback queues, a list of NAME=WEIGHT: twice the weight is twice the share of what is"
         " computed while both have requests. Tenants that are not named have 1.",
     )
+    wire_compression: str = setting(
+        "off",
+        "KV on its way from prefill to decode in one byte a value, if both workers say so: int8 (the more precise) or"
+        " fp8 always, auto only over a connection that is slower than the prefill worker.",
+        choices=("off", "int8", "fp8", "auto"),
+    )
     step_cores: str = setting("", "CPU cores of the step thread, for example 0 or 0,1; empty leaves it to the system.")
     fault: str = setting(
         "",

@@ -11,7 +11,8 @@ from typing import NoReturn
 import grpc.aio
 from diptych.v1 import kv_transfer_pb2, kv_transfer_pb2_grpc, worker_pb2
 
-from kvtransfer import Control, KvLayout, Open, Received, Receiver, TransferError
+from kvtransfer import Allowed, Control, KvLayout, Open, Received, Receiver, TransferError
+from kvtransfer.compression import PLAIN_ONLY
 from services.errors import DeadlineExceeded, HandOffLost, Unavailable
 from services.rpc.channels import Channels
 from services.rpc.convert import to_seconds
@@ -50,11 +51,15 @@ class Puller:
         layout: KvLayout,
         incarnation: str,
         *,
+        allowed_from: Callable[[str], Allowed] = lambda incarnation: PLAIN_ONLY,
         control_over: Callable[[Control], Control] = lambda control: control,
     ) -> None:
-        """`control_over` may put something between a pull and its control stream."""
+        """`allowed_from` says how a sender, named by its incarnation, may encode KV. `control_over` may put something
+        between a pull and its control stream.
+        """
         self._receiver, self._channels = receiver, channels
         self._layout, self._incarnation = layout, incarnation
+        self._allowed_from = allowed_from
         self._control_over = control_over
 
     async def pull(
@@ -75,6 +80,7 @@ class Puller:
             receiver_incarnation=self._incarnation,
             layout=self._layout,
             skip_tokens=skip_tokens,
+            allowed=self._allowed_from(hand_off.sender.incarnation),
         )
         try:
             return await self._receiver.pull(control, opening, block_ids=blocks, tokens=tokens, timeout_s=limit_s)

@@ -110,6 +110,11 @@ class Peers:
         """Links from peers that live."""
         return [link for worker in self._peers() if (link := self._links.get(worker.incarnation))]
 
+    def bytes_per_s(self, incarnation: str) -> float:
+        """Measured bandwidth of the link from this peer; 0 when there is no measurement."""
+        link = self._links.get(incarnation)
+        return link.bytes_per_s if link else 0.0
+
     def _peers(self) -> list[WorkerRecord]:
         """Those that live; their order is that of their names."""
         records = [worker.record for worker in self._view.workers()]

@@ -172,6 +172,7 @@ class _Recorded:
                 "diptych.bytes": arrived.bytes,
                 "diptych.pieces": arrived.pieces,
                 "diptych.transport": arrived.transport,
+                "diptych.encoding": arrived.encoding,
                 "diptych.gigabytes_per_second": arrived.gigabytes_per_second,
                 "diptych.exposed_s": arrived.exposed_s,
             }

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
+from typing import cast
 
 from kvtransfer.blocks import BlockPool
+from kvtransfer.compression import Compression, allow
 from kvtransfer.receiver import Receiver
 from kvtransfer.transport.faulty import FaultyControls
 from services.cluster.membership import MembershipView
@@ -32,6 +34,7 @@ PEERS_REFRESH_S = 5.0
 def assemble(config: DecodeConfig, parts: Parts) -> Part[Command, Event]:
     """The decode worker's own parts."""
     mode = SwapMode(config.swap)
+    compression = cast("Compression", config.wire_compression)
     swaps = mode is not SwapMode.RECOMPUTE
     host_blocks = (config.host_kv_mib << 20) // parts.layout.block_bytes if swaps else 0
     receiver, copier = Receiver(parts.transport, parts.arena), Copier(parts.arena, host_blocks)
@@ -40,7 +43,14 @@ def assemble(config: DecodeConfig, parts: Parts) -> Part[Command, Event]:
     view = MembershipView(parts.store, refresh_s=PEERS_REFRESH_S)
     peers = Peers(view, meeting, parts.layout.fingerprint())
     controls = FaultyControls(parts.fault)
-    puller = Puller(receiver, parts.channels, parts.layout, incarnation, control_over=controls.over)
+    puller = Puller(
+        receiver,
+        parts.channels,
+        parts.layout,
+        incarnation,
+        allowed_from=lambda sender: allow(compression, peers.bytes_per_s(sender)),
+        control_over=controls.over,
+    )
     service = DecodeService(puller, copier)
     core = DecodeCore(
         memory=Memory(

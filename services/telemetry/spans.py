@@ -7,7 +7,7 @@ gateway.request       gateway    the whole request: request_id, model, answers, 
 ├── prefill.queue     prefill    waiting inside the prefill worker
 ├── prefill.compute   prefill    prompt_tokens, chunks, cached_tokens
 ├── decode.queue      decode     waiting for blocks
-├── kv.transfer       decode     bytes, pieces, transport, gigabytes_per_second, exposed_s
+├── kv.transfer       decode     bytes, pieces, transport, encoding, gigabytes_per_second, exposed_s
 └── decode.run        decode     finish_reason (also "cancelled": a stop string, a client that went away), recomputed,
                                  preemptions, swapped_bytes, waited_s, lowest_level; events: preempted, resumed,
                                  demoted, promoted, kept, dropped, swap out, swap in, with level and detail

@@ -12,6 +12,8 @@ import grpc.aio
 from diptych.v1 import kv_transfer_pb2 as pb
 from diptych.v1 import worker_pb2
 
+from kvtransfer.codec import Encoding
+from kvtransfer.compression import Allowed
 from kvtransfer.errors import (
     PeerLost,
     ProtocolViolation,
@@ -35,6 +37,13 @@ _ERRORS: dict[grpc.StatusCode, type[TransferError]] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: TransferExpired,
     grpc.StatusCode.UNAVAILABLE: PeerLost,
 }
+
+_TO_ENCODING: dict[Encoding, pb.KvEncoding.ValueType] = {
+    "plain": pb.KV_ENCODING_UNSPECIFIED,
+    "int8": pb.KV_ENCODING_INT8,
+    "fp8": pb.KV_ENCODING_FP8,
+}
+_FROM_ENCODING = {value: encoding for encoding, value in _TO_ENCODING.items()}
 
 
 class ServingControl:
@@ -134,6 +143,9 @@ def to_request(message: Message, sender: worker_pb2.WorkerRef) -> pb.PullRequest
                     receiver_incarnation=message.receiver_incarnation,
                     layout=to_layout(message.layout),
                     skip_tokens=message.skip_tokens,
+                    encodings=map(_TO_ENCODING.__getitem__, message.allowed.encodings),
+                    link_bytes_per_s=message.allowed.link_bytes_per_s,
+                    only_if_slower=message.allowed.only_if_slower,
                 )
             )
         case Posted(pieces=pieces):
@@ -154,6 +166,7 @@ def from_request(request: pb.PullRequest) -> Message:
                 receiver_incarnation=request.open.receiver_incarnation,
                 layout=from_layout(request.open.layout),
                 skip_tokens=request.open.skip_tokens,
+                allowed=_allowed(request.open),
             )
         case "posted":
             return Posted(pieces=request.posted.pieces)
@@ -176,6 +189,7 @@ def to_response(message: Message) -> pb.PullResponse:
                     data_address=message.data_address,
                     transport=message.transport,
                     tag_base=message.tag_base,
+                    encoding=_TO_ENCODING[message.encoding],
                 )
             )
         case Sent():
@@ -197,6 +211,8 @@ def from_response(response: pb.PullResponse) -> Message:
     match response.WhichOneof("message"):
         case "accepted":
             accepted = response.accepted
+            if accepted.encoding not in _FROM_ENCODING:
+                raise ProtocolViolation(f"encoding {accepted.encoding} is not known here")
             return Accepted(
                 tokens=accepted.tokens,
                 pieces=accepted.pieces,
@@ -205,6 +221,7 @@ def from_response(response: pb.PullResponse) -> Message:
                 data_address=accepted.data_address,
                 transport=accepted.transport,
                 tag_base=accepted.tag_base,
+                encoding=_FROM_ENCODING[accepted.encoding],
             )
         case "sent":
             sent = response.sent
@@ -218,3 +235,14 @@ def from_response(response: pb.PullResponse) -> Message:
             )
         case _:
             raise ProtocolViolation("an empty message")
+
+
+def _allowed(opening: pb.PullOpen) -> Allowed:
+    try:
+        return Allowed(
+            encodings=tuple(_FROM_ENCODING[each] for each in opening.encodings if each in _FROM_ENCODING),
+            link_bytes_per_s=opening.link_bytes_per_s,
+            only_if_slower=opening.only_if_slower,
+        )
+    except ValueError as error:
+        raise ProtocolViolation(str(error)) from error

@@ -22,7 +22,15 @@ from services.errors import HandOffLost
 KEY = "r#0"
 ARENA = Arena(KvLayout(model="m", dtype="fp32", layers=2, kv_heads=1, head_dim=2, block_tokens=4), blocks=6)
 ARRIVED = Arrived(
-    first_token_id=7, finished=None, bytes=1, pieces=1, duration_s=0.1, exposed_s=0.0, wire_s=0.1, transport="memory"
+    first_token_id=7,
+    finished=None,
+    bytes=1,
+    pieces=1,
+    duration_s=0.1,
+    exposed_s=0.0,
+    wire_s=0.1,
+    transport="memory",
+    encoding="plain",
 )
 
 

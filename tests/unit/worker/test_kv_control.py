@@ -9,6 +9,7 @@ import pytest
 from diptych.v1 import kv_transfer_pb2 as pb
 from diptych.v1 import worker_pb2
 
+from kvtransfer.compression import PLAIN_ONLY, Allowed
 from kvtransfer.errors import PeerLost, ProtocolViolation
 from kvtransfer.layout import KvLayout
 from kvtransfer.messages import Accepted, Acknowledge, Finished, Message, Open, Posted, Sent
@@ -34,6 +35,14 @@ SENDER = worker_pb2.WorkerRef(name="prefill-0", address="h:1", incarnation="ab")
     "message",
     [
         Open(transfer_id="t", sender_incarnation="ab", receiver_incarnation="cd", layout=LAYOUT, skip_tokens=32),
+        Open(
+            transfer_id="t",
+            sender_incarnation="ab",
+            receiver_incarnation="cd",
+            layout=LAYOUT,
+            skip_tokens=0,
+            allowed=Allowed(encodings=("int8", "fp8"), link_bytes_per_s=1.25e8, only_if_slower=True),
+        ),
         Posted(pieces=4),
         Acknowledge(bytes=1 << 40),
     ],
@@ -96,3 +105,36 @@ async def test_the_senders_end_gives_everything_said_before_it_closed_and_nothin
     async with asyncio.timeout(1):
         said = [from_response(message) async for message in control.outgoing()]
     assert said == [Sent(piece=0, bytes=3)]
+
+
+def test_a_peer_that_knows_no_encodings_allows_none_and_chooses_none() -> None:
+    opening = to_request(
+        Open(transfer_id="t", sender_incarnation="ab", receiver_incarnation="cd", layout=LAYOUT, skip_tokens=0), SENDER
+    )
+    assert not opening.open.ListFields()[-1][0].name.startswith(("encodings", "link", "only"))
+    opened = from_request(opening)
+    assert isinstance(opened, Open) and opened.allowed == PLAIN_ONLY
+    accepted = from_response(
+        pb.PullResponse(accepted=pb.PullAccepted(layout=pb.PullOpen(layout=opening.open.layout).layout))
+    )
+    assert isinstance(accepted, Accepted) and accepted.encoding == "plain"
+
+
+def test_an_encoding_of_a_later_version_is_passed_over_in_open_and_refused_in_accepted() -> None:
+    opening = to_request(
+        Open(transfer_id="t", sender_incarnation="ab", receiver_incarnation="cd", layout=LAYOUT, skip_tokens=0), SENDER
+    )
+    opening.open.encodings.extend([9, pb.KV_ENCODING_FP8])
+    opened = from_request(opening)
+    assert isinstance(opened, Open) and opened.allowed.encodings == ("fp8",)
+    with pytest.raises(ProtocolViolation, match="encoding 9"):
+        from_response(pb.PullResponse(accepted=pb.PullAccepted(layout=opening.open.layout, encoding=9)))
+
+
+def test_a_bandwidth_that_is_no_number_is_refused() -> None:
+    opening = to_request(
+        Open(transfer_id="t", sender_incarnation="ab", receiver_incarnation="cd", layout=LAYOUT, skip_tokens=0), SENDER
+    )
+    opening.open.link_bytes_per_s = float("nan")
+    with pytest.raises(ProtocolViolation, match="link_bytes_per_s"):
+        from_request(opening)

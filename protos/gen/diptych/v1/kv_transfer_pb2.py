@@ -27,41 +27,43 @@ from diptych.v1 import worker_pb2 as diptych_dot_v1_dot_worker__pb2
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x64iptych/v1/kv_transfer.proto\x12\ndiptych.v1\x1a\x18\x64iptych/v1/request.proto\x1a\x17\x64iptych/v1/worker.proto\x1a\x1egoogle/protobuf/duration.proto\"\x9c\x01\n\x0bPullRequest\x12$\n\x04open\x18\x01 \x01(\x0b\x32\x14.diptych.v1.PullOpenH\x00\x12(\n\x06posted\x18\x02 \x01(\x0b\x32\x16.diptych.v1.PullPostedH\x00\x12\x32\n\x0b\x61\x63knowledge\x18\x03 \x01(\x0b\x32\x1b.diptych.v1.PullAcknowledgeH\x00\x42\t\n\x07message\"\x9f\x01\n\x08PullOpen\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12%\n\x06sender\x18\x02 \x01(\x0b\x32\x15.diptych.v1.WorkerRef\x12\x1c\n\x14receiver_incarnation\x18\x03 \x01(\t\x12$\n\x06layout\x18\x04 \x01(\x0b\x32\x14.diptych.v1.KvLayout\x12\x13\n\x0bskip_tokens\x18\x05 \x01(\r\"\x1c\n\nPullPosted\x12\x0e\n\x06pieces\x18\x01 \x01(\r\" \n\x0fPullAcknowledge\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\"\x9b\x01\n\x0cPullResponse\x12,\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x18.diptych.v1.PullAcceptedH\x00\x12$\n\x04sent\x18\x02 \x01(\x0b\x32\x14.diptych.v1.PullSentH\x00\x12,\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x18.diptych.v1.PullFinishedH\x00\x42\t\n\x07message\"\x9e\x01\n\x0cPullAccepted\x12\x0e\n\x06tokens\x18\x01 \x01(\r\x12\x0e\n\x06pieces\x18\x02 \x01(\r\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12$\n\x06layout\x18\x04 \x01(\x0b\x32\x14.diptych.v1.KvLayout\x12\x14\n\x0c\x64\x61ta_address\x18\x05 \x01(\x0c\x12\x11\n\ttransport\x18\x06 \x01(\t\x12\x10\n\x08tag_base\x18\x07 \x01(\x06\"F\n\x08PullSent\x12\r\n\x05piece\x18\x01 \x01(\r\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x12\n\x05\x63rc32\x18\x03 \x01(\x07H\x00\x88\x01\x01\x42\x08\n\x06_crc32\"\x8a\x01\n\x0cPullFinished\x12\x16\n\x0e\x66irst_token_id\x18\x01 \x01(\r\x12/\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x18.diptych.v1.FinishReason\x12\x31\n\x0esince_computed\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"L\n\x0eReleaseRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12%\n\x06sender\x18\x02 \x01(\x0b\x32\x15.diptych.v1.WorkerRef\"\x11\n\x0fReleaseResponse\"J\n\x0cRenewRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12%\n\x06sender\x18\x02 \x01(\x0b\x32\x15.diptych.v1.WorkerRef\"=\n\rRenewResponse\x12,\n\tremaining\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"R\n\x0bJoinRequest\x12%\n\x06sender\x18\x01 \x01(\x0b\x32\x15.diptych.v1.WorkerRef\x12\x1c\n\x14receiver_incarnation\x18\x02 \x01(\t\"I\n\x0cJoinResponse\x12\x14\n\x0c\x64\x61ta_address\x18\x01 \x01(\x0c\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x10\n\x08tag_base\x18\x03 \x01(\x06\x32\x91\x02\n\x11KvTransferService\x12=\n\x04Pull\x12\x17.diptych.v1.PullRequest\x1a\x18.diptych.v1.PullResponse(\x01\x30\x01\x12\x42\n\x07Release\x12\x1a.diptych.v1.ReleaseRequest\x1a\x1b.diptych.v1.ReleaseResponse\x12<\n\x05Renew\x12\x18.diptych.v1.RenewRequest\x1a\x19.diptych.v1.RenewResponse\x12;\n\x04Join\x12\x17.diptych.v1.JoinRequest\x1a\x18.diptych.v1.JoinResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x64iptych/v1/kv_transfer.proto\x12\ndiptych.v1\x1a\x18\x64iptych/v1/request.proto\x1a\x17\x64iptych/v1/worker.proto\x1a\x1egoogle/protobuf/duration.proto\"\x9c\x01\n\x0bPullRequest\x12$\n\x04open\x18\x01 \x01(\x0b\x32\x14.diptych.v1.PullOpenH\x00\x12(\n\x06posted\x18\x02 \x01(\x0b\x32\x16.diptych.v1.PullPostedH\x00\x12\x32\n\x0b\x61\x63knowledge\x18\x03 \x01(\x0b\x32\x1b.diptych.v1.PullAcknowledgeH\x00\x42\t\n\x07message\"\xfc\x01\n\x08PullOpen\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12%\n\x06sender\x18\x02 \x01(\x0b\x32\x15.diptych.v1.WorkerRef\x12\x1c\n\x14receiver_incarnation\x18\x03 \x01(\t\x12$\n\x06layout\x18\x04 \x01(\x0b\x32\x14.diptych.v1.KvLayout\x12\x13\n\x0bskip_tokens\x18\x05 \x01(\r\x12)\n\tencodings\x18\x06 \x03(\x0e\x32\x16.diptych.v1.KvEncoding\x12\x18\n\x10link_bytes_per_s\x18\x07 \x01(\x01\x12\x16\n\x0eonly_if_slower\x18\x08 \x01(\x08\"\x1c\n\nPullPosted\x12\x0e\n\x06pieces\x18\x01 \x01(\r\" \n\x0fPullAcknowledge\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\"\x9b\x01\n\x0cPullResponse\x12,\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x18.diptych.v1.PullAcceptedH\x00\x12$\n\x04sent\x18\x02 \x01(\x0b\x32\x14.diptych.v1.PullSentH\x00\x12,\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x18.diptych.v1.PullFinishedH\x00\x42\t\n\x07message\"\xc8\x01\n\x0cPullAccepted\x12\x0e\n\x06tokens\x18\x01 \x01(\r\x12\x0e\n\x06pieces\x18\x02 \x01(\r\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12$\n\x06layout\x18\x04 \x01(\x0b\x32\x14.diptych.v1.KvLayout\x12\x14\n\x0c\x64\x61ta_address\x18\x05 \x01(\x0c\x12\x11\n\ttransport\x18\x06 \x01(\t\x12\x10\n\x08tag_base\x18\x07 \x01(\x06\x12(\n\x08\x65ncoding\x18\x08 \x01(\x0e\x32\x16.diptych.v1.KvEncoding\"F\n\x08PullSent\x12\r\n\x05piece\x18\x01 \x01(\r\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x12\n\x05\x63rc32\x18\x03 \x01(\x07H\x00\x88\x01\x01\x42\x08\n\x06_crc32\"\x8a\x01\n\x0cPullFinished\x12\x16\n\x0e\x66irst_token_id\x18\x01 \x01(\r\x12/\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x18.diptych.v1.FinishReason\x12\x31\n\x0esince_computed\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"L\n\x0eReleaseRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12%\n\x06sender\x18\x02 \x01(\x0b\x32\x15.diptych.v1.WorkerRef\"\x11\n\x0fReleaseResponse\"J\n\x0cRenewRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12%\n\x06sender\x18\x02 \x01(\x0b\x32\x15.diptych.v1.WorkerRef\"=\n\rRenewResponse\x12,\n\tremaining\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"R\n\x0bJoinRequest\x12%\n\x06sender\x18\x01 \x01(\x0b\x32\x15.diptych.v1.WorkerRef\x12\x1c\n\x14receiver_incarnation\x18\x02 \x01(\t\"I\n\x0cJoinResponse\x12\x14\n\x0c\x64\x61ta_address\x18\x01 \x01(\x0c\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x10\n\x08tag_base\x18\x03 \x01(\x06*T\n\nKvEncoding\x12\x1b\n\x17KV_ENCODING_UNSPECIFIED\x10\x00\x12\x14\n\x10KV_ENCODING_INT8\x10\x01\x12\x13\n\x0fKV_ENCODING_FP8\x10\x02\x32\x91\x02\n\x11KvTransferService\x12=\n\x04Pull\x12\x17.diptych.v1.PullRequest\x1a\x18.diptych.v1.PullResponse(\x01\x30\x01\x12\x42\n\x07Release\x12\x1a.diptych.v1.ReleaseRequest\x1a\x1b.diptych.v1.ReleaseResponse\x12<\n\x05Renew\x12\x18.diptych.v1.RenewRequest\x1a\x19.diptych.v1.RenewResponse\x12;\n\x04Join\x12\x17.diptych.v1.JoinRequest\x1a\x18.diptych.v1.JoinResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'diptych.v1.kv_transfer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_KVENCODING']._serialized_start=1574
+  _globals['_KVENCODING']._serialized_end=1658
   _globals['_PULLREQUEST']._serialized_start=128
   _globals['_PULLREQUEST']._serialized_end=284
   _globals['_PULLOPEN']._serialized_start=287
-  _globals['_PULLOPEN']._serialized_end=446
-  _globals['_PULLPOSTED']._serialized_start=448
-  _globals['_PULLPOSTED']._serialized_end=476
-  _globals['_PULLACKNOWLEDGE']._serialized_start=478
-  _globals['_PULLACKNOWLEDGE']._serialized_end=510
-  _globals['_PULLRESPONSE']._serialized_start=513
-  _globals['_PULLRESPONSE']._serialized_end=668
-  _globals['_PULLACCEPTED']._serialized_start=671
-  _globals['_PULLACCEPTED']._serialized_end=829
-  _globals['_PULLSENT']._serialized_start=831
-  _globals['_PULLSENT']._serialized_end=901
-  _globals['_PULLFINISHED']._serialized_start=904
-  _globals['_PULLFINISHED']._serialized_end=1042
-  _globals['_RELEASEREQUEST']._serialized_start=1044
-  _globals['_RELEASEREQUEST']._serialized_end=1120
-  _globals['_RELEASERESPONSE']._serialized_start=1122
-  _globals['_RELEASERESPONSE']._serialized_end=1139
-  _globals['_RENEWREQUEST']._serialized_start=1141
-  _globals['_RENEWREQUEST']._serialized_end=1215
-  _globals['_RENEWRESPONSE']._serialized_start=1217
-  _globals['_RENEWRESPONSE']._serialized_end=1278
-  _globals['_JOINREQUEST']._serialized_start=1280
-  _globals['_JOINREQUEST']._serialized_end=1362
-  _globals['_JOINRESPONSE']._serialized_start=1364
-  _globals['_JOINRESPONSE']._serialized_end=1437
-  _globals['_KVTRANSFERSERVICE']._serialized_start=1440
-  _globals['_KVTRANSFERSERVICE']._serialized_end=1713
+  _globals['_PULLOPEN']._serialized_end=539
+  _globals['_PULLPOSTED']._serialized_start=541
+  _globals['_PULLPOSTED']._serialized_end=569
+  _globals['_PULLACKNOWLEDGE']._serialized_start=571
+  _globals['_PULLACKNOWLEDGE']._serialized_end=603
+  _globals['_PULLRESPONSE']._serialized_start=606
+  _globals['_PULLRESPONSE']._serialized_end=761
+  _globals['_PULLACCEPTED']._serialized_start=764
+  _globals['_PULLACCEPTED']._serialized_end=964
+  _globals['_PULLSENT']._serialized_start=966
+  _globals['_PULLSENT']._serialized_end=1036
+  _globals['_PULLFINISHED']._serialized_start=1039
+  _globals['_PULLFINISHED']._serialized_end=1177
+  _globals['_RELEASEREQUEST']._serialized_start=1179
+  _globals['_RELEASEREQUEST']._serialized_end=1255
+  _globals['_RELEASERESPONSE']._serialized_start=1257
+  _globals['_RELEASERESPONSE']._serialized_end=1274
+  _globals['_RENEWREQUEST']._serialized_start=1276
+  _globals['_RENEWREQUEST']._serialized_end=1350
+  _globals['_RENEWRESPONSE']._serialized_start=1352
+  _globals['_RENEWRESPONSE']._serialized_end=1413
+  _globals['_JOINREQUEST']._serialized_start=1415
+  _globals['_JOINREQUEST']._serialized_end=1497
+  _globals['_JOINRESPONSE']._serialized_start=1499
+  _globals['_JOINRESPONSE']._serialized_end=1572
+  _globals['_KVTRANSFERSERVICE']._serialized_start=1661
+  _globals['_KVTRANSFERSERVICE']._serialized_end=1934
 # @@protoc_insertion_point(module_scope)

@@ -3,11 +3,14 @@
 isort:skip_file
 Control of KV transfers. The bytes themselves move over the data plane (UCX), never through here."""
 
+from collections import abc as _abc
 from diptych.v1 import request_pb2 as _request_pb2
 from diptych.v1 import worker_pb2 as _worker_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -18,6 +21,30 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _KvEncoding:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _KvEncodingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KvEncoding.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    KV_ENCODING_UNSPECIFIED: _KvEncoding.ValueType  # 0
+    """As it is in memory."""
+    KV_ENCODING_INT8: _KvEncoding.ValueType  # 1
+    """One byte a value: a float32 scale for each channel of the piece, first, then multiples of it."""
+    KV_ENCODING_FP8: _KvEncoding.ValueType  # 2
+    """One byte a value: a float32 scale for each head's K and V, first, then e4m3 numbers."""
+
+class KvEncoding(_KvEncoding, metaclass=_KvEncodingEnumTypeWrapper):
+    """How the KV of a piece is written in its message. A piece for which it would save nothing is plain all the same."""
+
+KV_ENCODING_UNSPECIFIED: KvEncoding.ValueType  # 0
+"""As it is in memory."""
+KV_ENCODING_INT8: KvEncoding.ValueType  # 1
+"""One byte a value: a float32 scale for each channel of the piece, first, then multiples of it."""
+KV_ENCODING_FP8: KvEncoding.ValueType  # 2
+"""One byte a value: a float32 scale for each head's K and V, first, then e4m3 numbers."""
+Global___KvEncoding: _TypeAlias = KvEncoding  # noqa: Y015
 
 @_typing.final
 class PullRequest(_message.Message):
@@ -68,12 +95,19 @@ class PullOpen(_message.Message):
     RECEIVER_INCARNATION_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     SKIP_TOKENS_FIELD_NUMBER: _builtins.int
+    ENCODINGS_FIELD_NUMBER: _builtins.int
+    LINK_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    ONLY_IF_SLOWER_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.str
     """Names the hand-off."""
     receiver_incarnation: _builtins.str
     """Incarnation of the receiver."""
     skip_tokens: _builtins.int
     """Tokens from the start that the receiver holds already and that are not sent. A multiple of block_tokens."""
+    link_bytes_per_s: _builtins.float
+    """Measured bandwidth of the connection from the sender, in bytes a second. 0: not measured."""
+    only_if_slower: _builtins.bool
+    """No encoding is allowed unless the bandwidth was measured and is less than what the sender produces of KV."""
     @_builtins.property
     def sender(self) -> _worker_pb2.WorkerRef:
         """The sender that is meant."""
@@ -81,6 +115,10 @@ class PullOpen(_message.Message):
     @_builtins.property
     def layout(self) -> _worker_pb2.KvLayout:
         """The receiver's layout; must describe the same model. Shard and block size may differ from the sender's."""
+
+    @_builtins.property
+    def encodings(self) -> _containers.RepeatedScalarFieldContainer[Global___KvEncoding.ValueType]:
+        """Encodings that the sender may choose from; plain KV is always allowed. Unknown ones are passed over."""
 
     def __init__(
         self,
@@ -90,10 +128,13 @@ class PullOpen(_message.Message):
         receiver_incarnation: _builtins.str = ...,
         layout: _worker_pb2.KvLayout | None = ...,
         skip_tokens: _builtins.int = ...,
+        encodings: _abc.Iterable[Global___KvEncoding.ValueType] | None = ...,
+        link_bytes_per_s: _builtins.float = ...,
+        only_if_slower: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "sender", b"sender"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "receiver_incarnation", b"receiver_incarnation", "sender", b"sender", "skip_tokens", b"skip_tokens", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["encodings", b"encodings", "layout", b"layout", "link_bytes_per_s", b"link_bytes_per_s", "only_if_slower", b"only_if_slower", "receiver_incarnation", b"receiver_incarnation", "sender", b"sender", "skip_tokens", b"skip_tokens", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -129,7 +170,7 @@ class PullAcknowledge(_message.Message):
 
     BYTES_FIELD_NUMBER: _builtins.int
     bytes: _builtins.int
-    """KV bytes that arrived, as a check."""
+    """Bytes that arrived, as a check."""
     def __init__(
         self,
         *,
@@ -194,18 +235,21 @@ class PullAccepted(_message.Message):
     DATA_ADDRESS_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
     TAG_BASE_FIELD_NUMBER: _builtins.int
+    ENCODING_FIELD_NUMBER: _builtins.int
     tokens: _builtins.int
     """Tokens of the prompt, skipped ones included."""
     pieces: _builtins.int
     """Number of pieces. Both sides compute the piece list from the two layouts; this must agree."""
     bytes: _builtins.int
-    """KV bytes in all."""
+    """Bytes of all messages, as the encoding makes them."""
     data_address: _builtins.bytes
     """Where the receiver connects its data plane to; opaque to everyone but the transport."""
     transport: _builtins.str
     """Transport of that address, for example "ucx"."""
     tag_base: _builtins.int
     """Piece i carries tag_base + i. Never reused."""
+    encoding: Global___KvEncoding.ValueType
+    """One of those that the receiver allows. Unspecified: plain."""
     @_builtins.property
     def layout(self) -> _worker_pb2.KvLayout:
         """The sender's layout."""
@@ -220,10 +264,11 @@ class PullAccepted(_message.Message):
         data_address: _builtins.bytes = ...,
         transport: _builtins.str = ...,
         tag_base: _builtins.int = ...,
+        encoding: Global___KvEncoding.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "data_address", b"data_address", "layout", b"layout", "pieces", b"pieces", "tag_base", b"tag_base", "tokens", b"tokens", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "data_address", b"data_address", "encoding", b"encoding", "layout", b"layout", "pieces", b"pieces", "tag_base", b"tag_base", "tokens", b"tokens", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
