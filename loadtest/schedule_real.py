@@ -164,10 +164,11 @@ def _learned(mesh: LaunchedMesh) -> Latency:
 
 
 def _sent(mesh: LaunchedMesh, requests: Sequence[Planned], limit_s: float, say: Say) -> list[Measured]:
-    return asyncio.run(_watched(mesh.grpc, requests, limit_s, say))
+    return asyncio.run(watched(mesh.grpc, requests, limit_s, say))
 
 
-async def _watched(address: str, requests: Sequence[Planned], limit_s: float, say: Say) -> list[Measured]:
+async def watched(address: str, requests: Sequence[Planned], limit_s: float, say: Say) -> list[Measured]:
+    """Sends them and says how many are answered. ValueError: not all were within `limit_s`."""
     begin_s, answered = time.monotonic(), 0
 
     def count() -> None:
@@ -181,6 +182,9 @@ async def _watched(address: str, requests: Sequence[Planned], limit_s: float, sa
 
     telling = asyncio.create_task(tell())
     try:
-        return await run_plan(address, requests, limit_s=limit_s, clock=time.monotonic, answered=count)
+        async with asyncio.timeout(limit_s):
+            return await run_plan(address, requests, limit_s=limit_s, clock=time.monotonic, answered=count)
+    except TimeoutError:
+        raise ValueError(f"only {answered} of {len(requests)} requests were answered within {limit_s:.0f} s") from None
     finally:
         telling.cancel()

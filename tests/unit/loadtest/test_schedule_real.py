@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from loadtest import schedule_real
 from loadtest.__main__ import main
 from loadtest.client import Measured
 from loadtest.schedule_modes import BATCH, MODES, SCALE, Live, Mode, planned, skip_join_gain, values
-from loadtest.schedule_real import Say
+from loadtest.schedule_real import Say, watched
 from loadtest.schedule_runs import Cell, Run, saturation
 from loadtest.workloads import synthetic
 from services.engine.plan import Slice
@@ -135,6 +136,17 @@ def test_the_gain_of_skip_join_is_a_median_over_seeds_that_both_ran() -> None:
     assert skip_join_gain([*naive, *skip]) == gain
     assert skip_join_gain(skip) == ""
     assert skip_join_gain([one_run("mlfq", 0, 2.0, mode="disaggregated")]) == ""
+
+
+async def test_a_run_that_is_not_over_in_time_says_how_far_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run_plan(address: str, requests: object, *, answered: Callable[[], None], **limits: object) -> None:
+        answered()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(schedule_real, "run_plan", run_plan)
+    requests = planned(MODES[0].workload, 1.0, 20, 0)
+    with pytest.raises(ValueError, match="only 1 of 20 requests were answered within 0 s"):
+        await watched("nobody", requests, 0.01, lambda words: None)
 
 
 def test_no_run_at_all_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
