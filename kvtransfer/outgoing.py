@@ -163,7 +163,9 @@ class Outgoing:
 
     async def _send(self, piece: Piece) -> None:
         equipment = self._equipment
-        endpoint = self._endpoint or await while_well(self._connected(), self._until, self._changed)
+        endpoint = self._endpoint
+        if endpoint is None:
+            endpoint = await while_well(self._connected(), self._until, self._changed)
         buffer = await equipment.staging.try_acquire(piece.wire_bytes)
         if buffer is None:
             acquiring = equipment.staging.acquire(piece.wire_bytes, self._offer.lease.remaining_s(equipment.clock))
