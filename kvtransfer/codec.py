@@ -38,6 +38,8 @@ Shape = tuple[int, int, int, int, int]
 _SCALE_BYTES: Final = 4
 _NOT_FINITE: Final = {"int8": 0x80, "fp8": 0x7F}
 """Codes of no finite value: −128, and e4m3's NaN."""
+_TILE_VALUES: Final = 1 << 16
+"""Few NumPy calls for a short piece, and no more memory than a cache has."""
 _INT8_LARGEST: Final = np.float32(127)
 _LEAST_SCALE: Final = np.finfo(np.float32).tiny
 """A channel of zeros, or of less than float32 can divide by, has this one."""
@@ -66,7 +68,7 @@ def encode(kv: npt.NDArray[np.generic], encoding: Encoding, message: Codes) -> N
     than those of the piece; its first byte lies at a multiple of 4.
     """
     scales, codes = _parts(message, encoding, cast("Shape", kv.shape))
-    for plane, plane_scales, plane_codes in zip(_planes(kv), _planes(scales), _planes(codes), strict=True):
+    for plane, plane_scales, plane_codes in zip(*_tiles(kv, scales, codes), strict=True):
         values = _to_float32(plane)
         largest, broken = _largest(values, encoding)
         if encoding == "int8":
@@ -88,7 +90,7 @@ def encode(kv: npt.NDArray[np.generic], encoding: Encoding, message: Codes) -> N
 def decode(message: Codes, encoding: Encoding, kv: npt.NDArray[np.generic]) -> None:
     """Writes the piece of a message made by `encode` over `kv`, of the same shape and type."""
     scales, codes = _parts(message, encoding, cast("Shape", kv.shape))
-    for plane, plane_scales, plane_codes in zip(_planes(kv), _planes(scales), _planes(codes), strict=True):
+    for plane, plane_scales, plane_codes in zip(*_tiles(kv, scales, codes), strict=True):
         if encoding == "int8":
             values = plane_codes.view(np.int8).astype(np.float32)
         else:
@@ -113,9 +115,16 @@ def _parts(message: Codes, encoding: Encoding, shape: Shape) -> tuple[Floats, Co
     return message[:end].view(np.float32).reshape(scale_shape), message[end:].reshape(shape)
 
 
-def _planes(array: npt.NDArray[T]) -> npt.NDArray[T]:
-    """Views (tokens, heads, dim) of each layer's K and V."""
-    return array.reshape(-1, *array.shape[2:])
+def _tiles(kv: npt.NDArray[T], scales: Floats, codes: Codes) -> tuple[list[npt.NDArray[T]], list[Floats], list[Codes]]:
+    """Views (planes, tokens, heads, dim), a plane being a layer's K or V: so many at a time as a cache has room for."""
+    planes = kv.shape[0] * kv.shape[1]
+    each = max(1, _TILE_VALUES * planes // max(1, kv.size))
+    begins = range(0, planes, each)
+    return (
+        [kv.reshape(planes, *kv.shape[2:])[begin : begin + each] for begin in begins],
+        [scales.reshape(planes, *scales.shape[2:])[begin : begin + each] for begin in begins],
+        [codes.reshape(planes, *codes.shape[2:])[begin : begin + each] for begin in begins],
+    )
 
 
 def _largest(values: Floats, encoding: Encoding) -> tuple[Floats, npt.NDArray[np.bool_] | None]:
@@ -130,8 +139,8 @@ def _largest(values: Floats, encoding: Encoding) -> tuple[Floats, npt.NDArray[np
 
 
 def _largest_of(values: Floats, encoding: Encoding) -> Floats:
-    largest = np.maximum(values.max(axis=0, keepdims=True), -values.min(axis=0, keepdims=True))
-    return cast("Floats", largest if encoding == "int8" else largest.max(axis=2, keepdims=True))
+    largest = np.maximum(values.max(axis=1, keepdims=True), -values.min(axis=1, keepdims=True))
+    return cast("Floats", largest if encoding == "int8" else largest.max(axis=3, keepdims=True))
 
 
 def _to_float32(plane: npt.NDArray[np.generic]) -> Floats:

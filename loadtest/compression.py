@@ -18,7 +18,6 @@ import click
 import numpy as np
 import numpy.typing as npt
 from rich.table import Table
-from tokenizers import Tokenizer
 
 from kvtransfer.codec import Encoding
 from kvtransfer.coder import Coder
@@ -31,6 +30,8 @@ from services.engine.catalog import resolve
 from services.engine.pool import layout_of
 from services.engine.runner import Slice, open_runner
 from services.errors import DiptychError
+from services.gateway.request import TextPrompt
+from services.gateway.text import Tokenizer
 
 ENCODINGS: Final[tuple[Encoding, ...]] = ("plain", "int8", "fp8")
 LANES: Final = 8
@@ -133,8 +134,8 @@ def _timed(copy: Copy, piece: Piece, blocks: range, message: Buffer, encoding: E
 
 def tokenized(folder: Path) -> list[list[int]]:
     """The texts as tokens of the model in `folder`."""
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    return [tokenizer.encode(text).ids for text in TEXTS]
+    tokenizer = Tokenizer.load(folder)
+    return [tokenizer.encode(TextPrompt(text=text, field="text")) for text in TEXTS]
 
 
 def measure(card: ModelCard, texts: Sequence[Sequence[int]], prefixes: int) -> list[Row]:
