@@ -9,8 +9,8 @@ It is first come, first served, too, where prompts take more than MOST_PROMPTS o
 well: feedback queues would let every row, which costs such an engine next to nothing, wait for all prompts that are
 above it, and answers would not end.
 
-It turns to feedback queues as well when a tenant lacks LAG_TOKENS of its share, and stays while one does: first come,
-first served knows no shares, and a flood of one tenant would hold all others.
+It turns to feedback queues as well when a tenant lacks LAG_TOKENS of its share, and stays until all that live run:
+first come, first served knows no shares, and what is left of a flood of one tenant would hold all others again.
 
 Both schedules are kept up to date all the time, so that a turn costs nothing and nobody's history is lost.
 """
@@ -56,6 +56,7 @@ class Auto:
         self._rows_s = 0.0
         self._unseen = 0
         self._queued = False
+        self._unfair = False  # since somebody was behind there were always more than run
         self._now_s = 0.0
         self._changes: list[Change] = []
         self.gain = 1.0
@@ -79,7 +80,8 @@ class Auto:
     def choose(self, batch: int, now_s: float) -> Sequence[str]:
         """See Policy."""
         self._now_s = now_s
-        self._queued = self._queued or len(self._used_s) > batch
+        queued = len(self._used_s) > batch
+        self._queued, self._unfair = self._queued or queued, self._unfair and queued
         if self._unseen >= EVERY:
             self._look()
         return self._policy.choose(batch, now_s)
@@ -139,14 +141,17 @@ class Auto:
         self._unseen = 0
         if len(self._completed_s) >= LEAST:
             self.gain = predicted_gain(self._completed_s, self._mlfq.quantum_s)
-        unfair, crowded = self._mlfq.largest_lag > LAG_TOKENS, self._crowded()
+        self._unfair = self._unfair or self._mlfq.largest_lag > LAG_TOKENS
+        crowded = self._crowded()
         if self._policy is self._mlfq:
-            turn = (self.gain < LEAVE or crowded) and not unfair
+            turn = (self.gain < LEAVE or crowded) and not self._unfair
         else:
-            turn = (self.gain > ENTER and not crowded) or unfair
+            turn = (self.gain > ENTER and not crowded) or self._unfair
         if turn and self._queued:
             self._policy = self._fcfs if self._policy is self._mlfq else self._mlfq
-            reason = ", a tenant behind its share" if unfair else ", prompts take most of the time" if crowded else ""
+            reason = (
+                ", a tenant behind its share" if self._unfair else ", prompts take most of the time" if crowded else ""
+            )
             detail = f"{self.mode}: predicted gain {self.gain:.2f}{reason}"
             self._changes.append(Change(key="", what="mode", at_s=self._now_s, detail=detail))
         self._queued = False

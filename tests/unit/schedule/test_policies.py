@@ -187,6 +187,31 @@ def test_auto_turns_when_a_flood_leaves_another_tenant_behind_its_share() -> Non
     assert detail.endswith("a tenant behind its share")
 
 
+def flooded(policy: Auto, first: int, count: int) -> None:
+    """Requests of one tenant that all take as long, one after the other."""
+    for index in range(first, first + count):
+        key = f"flood {index}"
+        policy.arrive(Job(key=key, first_step_s=1.0, tenant="flood"), 0.0)
+        policy.choose(1, 0.0)
+        policy.ran([key], 10.0, 0.0, tokens=10, steps=10)
+        policy.finish(key)
+
+
+def test_auto_keeps_shares_until_all_that_live_run_even_where_turns_lose() -> None:
+    policy = Auto(Mlfq(step_s=1.0))
+    for key in ("flood", "light"):
+        policy.arrive(Job(key=key, first_step_s=1.0, tenant=key), 0.0)
+    flooded(policy, 0, 300)
+    assert policy.mode == "mlfq"
+    policy.ran(["light"], 5000.0, 0.0, tokens=5000, steps=5000)  # more than its share
+    flooded(policy, 300, 100)
+    assert policy.gain < LEAVE
+    assert policy.mode == "mlfq"
+    policy.choose(2, 0.0)  # all that live
+    flooded(policy, 400, 100)
+    assert policy.mode == "fcfs"
+
+
 def test_auto_does_not_learn_from_what_was_cancelled() -> None:
     policy = Auto(Mlfq(step_s=1.0))
     for index, service_s in enumerate(shuffled(SKEWED)):
