@@ -2,8 +2,9 @@
 
 It starts first come, first served, knowing nothing. From the service times of what has completed lately (`WINDOW` of
 them) it predicts what feedback queues would gain (`gain`), and turns to them above ENTER, back below LEAVE: two
-bounds, so that it does not waver between two schedules that are equally good. It turns only if somebody had to wait
-since it last looked: without a queue both are the same.
+bounds, so that it does not waver between two schedules that are equally good. Both lie a little below 1: where requests
+complete alike, feedback queues answer sooner. It turns only if somebody had to wait since it last looked: without a
+queue both are the same.
 
 It is first come, first served, too, where prompts take more than MOST_PROMPTS of the time of an engine that decodes as
 well: feedback queues would let every row, which costs such an engine next to nothing, wait for all prompts that are
@@ -26,10 +27,10 @@ from services.schedule.gain import predicted_gain
 from services.schedule.mlfq import Mlfq
 from services.schedule.policy import Change, Job, Next, Policy
 
-ENTER: Final = 1.02
-LEAVE: Final = 0.98
+ENTER: Final = 0.98
+LEAVE: Final = 0.95
 WINDOW: Final = 1024
-"""Of so many completions a predicted gain near 1 still varies by a twentieth."""
+"""Of so many completions a predicted gain near 1 still varies by 0.02."""
 LEAST: Final = 64
 """Completions before it predicts anything."""
 LAG_TOKENS: Final = 512.0
@@ -59,7 +60,7 @@ class Auto:
         self._unfair = False  # since somebody was behind there were always more than run
         self._now_s = 0.0
         self._changes: list[Change] = []
-        self.gain = 1.0
+        self.gain = (ENTER + LEAVE) / 2  # nothing is known, and no reason to turn
 
     @property
     def name(self) -> str:

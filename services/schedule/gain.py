@@ -1,7 +1,8 @@
 """What feedback queues would gain over first come, first served, predicted from service times that were seen.
 
 What is compared is the mean delay: completion − service time x. Real traffic lies between two kinds, and so does the
-prediction, their geometric mean:
+prediction, their weighted geometric mean. A burst weighs more: of a thousand times the few longest decide what is
+predicted for steady traffic, and it varies by a tenth.
 
 steady    one at a time, at random. Both are M/G/1 queues at one load ρ:
 
@@ -24,18 +25,19 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
-from math import sqrt
 from typing import Final
 
 from services.schedule.ladder import LEVELS
 
+BURST: Final = 0.75
+"""Weight of a burst."""
 LOAD: Final = 0.9
 """Where queues are long enough to matter. The sign of the gain hardly depends on it."""
 
 
 def predicted_gain(service_s: Sequence[float], quantum_s: float) -> float:
     """Between both kinds of traffic. 1 without times."""
-    return sqrt(steady_gain(service_s, quantum_s) * burst_gain(service_s))
+    return steady_gain(service_s, quantum_s) ** (1 - BURST) * burst_gain(service_s) ** BURST
 
 
 def burst_gain(service_s: Sequence[float]) -> float:

@@ -161,7 +161,7 @@ def test_auto_starts_first_come_first_served_and_says_when_it_turns() -> None:
 
 
 def test_auto_stays_where_it_is_between_its_two_bounds_with_few_completions_and_without_a_queue() -> None:
-    assert LEAVE <= 1 < ENTER
+    assert LEAVE < ENTER <= 1
     even, few, idle = (Auto(Mlfq(step_s=1.0)) for _ in range(3))
     completed(even, EVEN)
     completed(few, shuffled(SKEWED)[: LEAST - 1])
