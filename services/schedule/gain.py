@@ -22,6 +22,7 @@ more.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
@@ -37,7 +38,7 @@ LOAD: Final = 0.9
 
 def predicted_gain(service_s: Sequence[float], quantum_s: float) -> float:
     """Between both kinds of traffic. 1 without times."""
-    return steady_gain(service_s, quantum_s) ** (1 - BURST) * burst_gain(service_s) ** BURST
+    return math.pow(steady_gain(service_s, quantum_s), 1 - BURST) * math.pow(burst_gain(service_s), BURST)
 
 
 def burst_gain(service_s: Sequence[float]) -> float:
