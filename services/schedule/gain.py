@@ -16,7 +16,7 @@ burst     many at once, and nobody after them: one of n waits for n·E[x] ÷ 2 o
           for n·E[min(x, y)] where all take turns, x and y being two of them: no other gets more than it before its end.
 
 A batch is a faster server that no request has for itself alone; it scales delays alike. Nearly equal service times make
-this about 0.5, exponential ones 1, those of conversations (variation 0.7) 0.5, of mixed short and long answers 3 and
+this about 0.5, exponential ones 1, those of conversations (variation 0.7) 0.6, of mixed short and long answers 3 and
 more.
 """
 
