@@ -17,7 +17,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from loadtest.schedule_costs import LIVE, costs, costs_table
+from loadtest.schedule_costs import LIVE, costs, costs_table, decisions
 from loadtest.schedule_modes import MODES, Live, skip_join_gain
 from loadtest.schedule_report import rows_of, tables
 from loadtest.schedule_runs import Cell, Run, cells, run
@@ -87,7 +87,8 @@ def schedule(
     if plot and find_spec("matplotlib") is None:
         raise click.ClickException("--plot needs matplotlib: pip install 'diptych[plots]'")
     seeds = min(seeds, 2) if quick else seeds
-    spent = costs(time.process_time, live=LIVE[:3] if quick else LIVE)
+    live = LIVE[:3] if quick else LIVE
+    spent = [*costs(time.process_time, live=live), *decisions(time.process_time, live=live)]
     rows = rows_of(_runs(list(cells(workloads, quick=quick)), traces, seeds, jobs))
     if as_json:
         plain = {"rows": [row.as_dict() for row in rows], "costs": [asdict(one) for one in spent]}

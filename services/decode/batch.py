@@ -43,20 +43,22 @@ class Batch:
         for request in step:
             if request.stage is Stage.RUNNING or budget > 0:
                 within.append(request)
-            if request.stage is Stage.COMPUTING:
-                budget -= request.sequence.pending
+                budget -= _prompt_tokens(request)
         return within
 
     def _filled(self, step: Sequence[Request], others: Sequence[str], now_s: float) -> list[Request]:
         """Gives the places of those that were chosen and do not step to others that are here and can."""
         filled, taken = list(step), {request.key for request in step}
+        budget = self.chunk_tokens - sum(map(_prompt_tokens, step))
         for key in self._later(others, now_s):
             if len(filled) == self.max_batch:
                 break
             request = self.memory.requests[key]
             if key not in taken and request.stage in RESIDENT and self.memory.ready(request, self.max_batch, now_s):
                 taken.add(key)
-                filled = self._within_budget([*filled, request])
+                if request.stage is Stage.RUNNING or budget > 0:
+                    filled.append(request)
+                    budget -= _prompt_tokens(request)
         return filled
 
     def _later(self, others: Sequence[str], now_s: float) -> Iterator[str]:
@@ -89,3 +91,8 @@ class Batch:
             if request.stage is Stage.RECEIVING:
                 return []
             self.memory.drop(self.memory.requests[others.pop()], now_s)
+
+
+def _prompt_tokens(request: Request) -> int:
+    """What it takes of a step's budget of prompt tokens, if there is so much."""
+    return request.sequence.pending if request.stage is Stage.COMPUTING else 0

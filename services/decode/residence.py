@@ -32,7 +32,8 @@ class Resident(Mapping[str, int]):
         return self._exclusive(key)
 
     def __contains__(self, key: object) -> bool:
-        return any(key in stage for stage in self._stages)
+        running, computing = self._stages
+        return key in running or key in computing
 
     def __iter__(self) -> Iterator[str]:
         for stage in self._stages:

@@ -2,11 +2,16 @@
 
 It starts first come, first served, knowing nothing. From the service times of what has completed lately (`WINDOW` of
 them) it predicts what feedback queues would gain (`gain`), and turns to them above ENTER, back below LEAVE: two
-bounds, so that it does not waver between two schedules that are equally good. It turns only if somebody had to wait
-since it last looked: without a queue both are the same.
+bounds, so that it does not waver between two schedules that are equally good. Both lie a little below 1: where requests
+complete alike, feedback queues answer sooner. It turns only if somebody had to wait since it last looked: without a
+queue both are the same.
 
-It turns to feedback queues as well when a tenant lacks LAG_TOKENS of its share, and stays while one does: first come,
-first served knows no shares, and a flood of one tenant would hold all others.
+It is first come, first served, too, where prompts take more than MOST_PROMPTS of the time of an engine that decodes as
+well: feedback queues would let every row, which costs such an engine next to nothing, wait for all prompts that are
+above it, and answers would not end.
+
+It turns to feedback queues as well when a tenant lacks LAG_TOKENS of its share, and stays until all that live run:
+first come, first served knows no shares, and what is left of a flood of one tenant would hold all others again.
 
 Both schedules are kept up to date all the time, so that a turn costs nothing and nobody's history is lost.
 """
@@ -22,14 +27,20 @@ from services.schedule.gain import predicted_gain
 from services.schedule.mlfq import Mlfq
 from services.schedule.policy import Change, Job, Next, Policy
 
-ENTER: Final = 1.15
-LEAVE: Final = 1.0
-WINDOW: Final = 256
-LEAST: Final = 24
+ENTER: Final = 0.98
+LEAVE: Final = 0.95
+WINDOW: Final = 1024
+"""Of so many completions a predicted gain near 1 still varies by 0.02."""
+LEAST: Final = 64
 """Completions before it predicts anything."""
 LAG_TOKENS: Final = 512.0
 EVERY: Final = 8
 """Completions between two looks."""
+MOST_PROMPTS: Final = 2 / 3
+LEAST_ROWS: Final = 0.05
+"""Of the time. An engine whose rows take less decodes nothing, but for prompts that one token is left of."""
+MEMORY: Final = 32
+"""About how many looks make up the share of prompts."""
 
 
 class Auto:
@@ -42,11 +53,14 @@ class Auto:
         self._policy: Policy = self._fcfs
         self._used_s: dict[str, float] = {}
         self._completed_s: deque[float] = deque(maxlen=WINDOW)
+        self._prompts_s = 0.0  # lately
+        self._rows_s = 0.0
         self._unseen = 0
         self._queued = False
+        self._unfair = False  # since somebody was behind there were always more than run
         self._now_s = 0.0
         self._changes: list[Change] = []
-        self.gain = 1.0
+        self.gain = (ENTER + LEAVE) / 2  # nothing is known, and no reason to turn
 
     @property
     def name(self) -> str:
@@ -67,7 +81,8 @@ class Auto:
     def choose(self, batch: int, now_s: float) -> Sequence[str]:
         """See Policy."""
         self._now_s = now_s
-        self._queued = self._queued or len(self._used_s) > batch
+        queued = len(self._used_s) > batch
+        self._queued, self._unfair = self._queued or queued, self._unfair and queued
         if self._unseen >= EVERY:
             self._look()
         return self._policy.choose(batch, now_s)
@@ -76,6 +91,10 @@ class Auto:
         """See Policy."""
         keys = list(keys)
         self._mlfq.ran(keys, seconds, now_s, tokens=tokens, steps=steps)
+        if tokens > steps:
+            self._prompts_s += seconds
+        else:
+            self._rows_s += seconds
         for key in keys:
             self._used_s[key] += seconds
 
@@ -123,10 +142,24 @@ class Auto:
         self._unseen = 0
         if len(self._completed_s) >= LEAST:
             self.gain = predicted_gain(self._completed_s, self._mlfq.quantum_s)
-        unfair = self._mlfq.largest_lag > LAG_TOKENS
-        turn = self.gain < LEAVE and not unfair if self._policy is self._mlfq else self.gain > ENTER or unfair
+        self._unfair = self._unfair or self._mlfq.largest_lag > LAG_TOKENS
+        crowded = self._crowded()
+        if self._policy is self._mlfq:
+            turn = (self.gain < LEAVE or crowded) and not self._unfair
+        else:
+            turn = (self.gain > ENTER and not crowded) or self._unfair
         if turn and self._queued:
             self._policy = self._fcfs if self._policy is self._mlfq else self._mlfq
-            detail = f"{self.mode}: predicted gain {self.gain:.2f}{', a tenant behind its share' if unfair else ''}"
+            reason = (
+                ", a tenant behind its share" if self._unfair else ", prompts take most of the time" if crowded else ""
+            )
+            detail = f"{self.mode}: predicted gain {self.gain:.2f}{reason}"
             self._changes.append(Change(key="", what="mode", at_s=self._now_s, detail=detail))
         self._queued = False
+
+    def _crowded(self) -> bool:
+        """Prompts take most of the time, and rows the rest. Forgets a part of what it goes by."""
+        prompts_s, rows_s = self._prompts_s, self._rows_s
+        self._prompts_s, self._rows_s = prompts_s * (1 - 1 / MEMORY), rows_s * (1 - 1 / MEMORY)
+        both_s = prompts_s + rows_s
+        return prompts_s > MOST_PROMPTS * both_s and rows_s > LEAST_ROWS * both_s

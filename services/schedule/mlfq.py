@@ -45,8 +45,9 @@ share the top with those that starve, come out a third sooner for each token.
 @dataclass(slots=True)
 class _Place:
     job: Job
+    patience_s: float  # how long it waits before it is promoted
     level: int = 0
-    last_s: float = 0.0  # when it last ran, or arrived
+    due_s: float = 0.0  # when it is to be promoted, as it was known when it last ran, or arrived
     used_s: float = 0.0  # of its level's quantum
     tokens: int = 0  # computed so far
 
@@ -64,7 +65,7 @@ class Mlfq:
         self._places: dict[str, _Place] = {}
         self._levels = [Level() for _ in range(LEVELS)]
         self._shares = Shares()
-        self._due = Due(self._due_s)
+        self._due = Due(lambda key: self._places[key].due_s)
         self._chosen: list[str] = []
         self._changes: list[Change] = []
 
@@ -87,7 +88,8 @@ class Mlfq:
         """See Policy."""
         if job.key in self._places:
             raise ValueError(f"{job.key!r} is queued already")
-        place = self._places[job.key] = _Place(job=job, last_s=now_s)
+        place = self._places[job.key] = _Place(job=job, patience_s=self._starvation_s / 2.0**job.priority)
+        self._wait(place, now_s)
         self._shares.join(job.tenant, job.weight)
         self._enter(place, self._ladder.entry_level(job.first_step_s) if self._skip_join else 0)
 
@@ -110,9 +112,9 @@ class Mlfq:
         step_s = seconds / steps
         for key in keys:
             place = self._places[key]
-            place.last_s = now_s
             place.used_s += seconds
             place.tokens += tokens
+            self._wait(place, now_s)
             self._shares.serve(place.job.tenant, tokens)
             if self._ladder.left_s(place.level, place.used_s, step_s) < 0:
                 self._demote(place, step_s, now_s)
@@ -151,10 +153,10 @@ class Mlfq:
 
     def enst_s(self, keys: Iterable[str], batch: int, now_s: float) -> Sequence[float]:
         """See Policy: min(time to promotion, its level's (`Ladder.enst_s`)). What was chosen to run now has 0."""
-        of_level = self._ladder.enst_s(self.levels(), batch)
+        of_level, places = self._ladder.enst_s(self.levels(), batch), self._places
         chosen = set(self._chosen)
         return [
-            0.0 if key in chosen else max(0.0, min(self._due_s(key) - now_s, of_level[self._places[key].level]))
+            0.0 if key in chosen else max(0.0, min((one := places[key]).due_s - now_s, of_level[one.level]))
             for key in keys
         ]
 
@@ -171,13 +173,12 @@ class Mlfq:
         changes, self._changes = self._changes, []
         return changes
 
-    def _due_s(self, key: str) -> float:
-        place = self._places[key]
-        job = place.job
-        due_s = place.last_s + self._starvation_s / 2.0**job.priority
-        if job.deadline_s is not None:
-            due_s = min(due_s, job.deadline_s - max(1, job.most_tokens - place.tokens) * self.quantum_s)
-        return due_s
+    def _wait(self, place: _Place, now_s: float) -> None:
+        """From now on it waits."""
+        place.due_s = now_s + place.patience_s
+        if (deadline_s := place.job.deadline_s) is not None:
+            left = max(1, place.job.most_tokens - place.tokens)
+            place.due_s = min(place.due_s, deadline_s - left * self.quantum_s)
 
     def _demote(self, place: _Place, step_s: float, now_s: float) -> None:
         if self._shares.behind(place.job.tenant):

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from loadtest.__main__ import main
-from loadtest.schedule_costs import LIVE, costs, costs_table
+from loadtest.schedule_costs import LIVE, costs, costs_table, decisions
 from loadtest.schedule_report import rows_of, tables
 from loadtest.schedule_runs import ALONE, COMPARED, Cell, Run, cells, run, saturation
 from loadtest.workloads import synthetic
@@ -93,8 +93,18 @@ def test_the_command_names_a_workload_that_it_does_not_know() -> None:
 
 def test_costs_are_those_of_the_clock() -> None:
     ticks = count()
-    found = costs(lambda: next(ticks) / 1000, policies=("fcfs",), steps=20)
+    found = costs(lambda: next(ticks) / 1000, policies=("fcfs",), live=LIVE[:3], steps=20)
     assert [(one.live, one.mean_ms, one.p99_ms) for one in found[::2]] == [
-        (live, pytest.approx(1.0), pytest.approx(1.0)) for live in LIVE
+        (live, pytest.approx(1.0), pytest.approx(1.0)) for live in LIVE[:3]
     ]
     assert costs_table(found).row_count == 2
+
+
+def test_decisions_are_timed_alone_and_stand_beside_the_policy_s_part() -> None:
+    ticks = count()
+    found = decisions(lambda: next(ticks) / 1000, policies=("mlfq",), live=(20, 200), steps=40)
+    assert [(one.part, one.live, one.batch) for one in found] == [
+        ("decision", live, batch) for live in (20, 200) for batch in (16, 64)
+    ]
+    assert [one.mean_ms for one in found] == [pytest.approx(1.0)] * 4
+    assert costs_table([*found, *costs(lambda: 0.0, policies=("mlfq",), live=(20, 200), steps=4)]).row_count == 4

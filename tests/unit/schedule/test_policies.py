@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from services.schedule.auto import ENTER, EVERY, LEAST, LEAVE, Auto
+from services.schedule.auto import ENTER, EVERY, LEAST, LEAVE, MOST_PROMPTS, Auto
 from services.schedule.catalog import POLICIES, policy_named
-from services.schedule.gain import predicted_gain
+from services.schedule.gain import burst_gain, predicted_gain, steady_gain
 from services.schedule.mlfq import Mlfq
 from services.schedule.policy import Job, Policy
 
@@ -141,7 +141,7 @@ def completed(policy: Auto, times: list[float], *, waiting: int = 3) -> None:
 
 
 SKEWED = [8.0] * 80 + [64.0] * 12 + [700.0] * 8
-EVEN = [100.0, 110.0] * 200
+EVEN = [100.0, 110.0] * 600
 
 
 def shuffled(times: list[float]) -> list[float]:
@@ -161,7 +161,7 @@ def test_auto_starts_first_come_first_served_and_says_when_it_turns() -> None:
 
 
 def test_auto_stays_where_it_is_between_its_two_bounds_with_few_completions_and_without_a_queue() -> None:
-    assert LEAVE <= 1 < ENTER
+    assert LEAVE < ENTER <= 1
     even, few, idle = (Auto(Mlfq(step_s=1.0)) for _ in range(3))
     completed(even, EVEN)
     completed(few, shuffled(SKEWED)[: LEAST - 1])
@@ -187,6 +187,31 @@ def test_auto_turns_when_a_flood_leaves_another_tenant_behind_its_share() -> Non
     assert detail.endswith("a tenant behind its share")
 
 
+def flooded(policy: Auto, first: int, count: int) -> None:
+    """Requests of one tenant that all take as long, one after the other."""
+    for index in range(first, first + count):
+        key = f"flood {index}"
+        policy.arrive(Job(key=key, first_step_s=1.0, tenant="flood"), 0.0)
+        policy.choose(1, 0.0)
+        policy.ran([key], 10.0, 0.0, tokens=10, steps=10)
+        policy.finish(key)
+
+
+def test_auto_keeps_shares_until_all_that_live_run_even_where_turns_lose() -> None:
+    policy = Auto(Mlfq(step_s=1.0))
+    for key in ("flood", "light"):
+        policy.arrive(Job(key=key, first_step_s=1.0, tenant=key), 0.0)
+    flooded(policy, 0, 300)
+    assert policy.mode == "mlfq"
+    policy.ran(["light"], 5000.0, 0.0, tokens=5000, steps=5000)  # more than its share
+    flooded(policy, 300, 100)
+    assert policy.gain < LEAVE
+    assert policy.mode == "mlfq"
+    policy.choose(2, 0.0)  # all that live
+    flooded(policy, 400, 100)
+    assert policy.mode == "fcfs"
+
+
 def test_auto_does_not_learn_from_what_was_cancelled() -> None:
     policy = Auto(Mlfq(step_s=1.0))
     for index, service_s in enumerate(shuffled(SKEWED)):
@@ -197,6 +222,25 @@ def test_auto_does_not_learn_from_what_was_cancelled() -> None:
         policy.finish(str(index), completed=False)
     assert policy.choose(1, 0.0) == ["0 waits"]
     assert policy.mode == "fcfs"
+
+
+@pytest.mark.parametrize(
+    ("share", "mode"), [(MOST_PROMPTS - 0.05, "mlfq"), (MOST_PROMPTS + 0.05, "fcfs"), (1.0, "mlfq")]
+)
+def test_auto_stays_first_come_first_served_where_prompts_leave_rows_little_time(share: float, mode: str) -> None:
+    """A share of all time is a prompt's, before each answer; where all is, nobody decodes, and prompts pass prompts."""
+    policy = Auto(Mlfq(step_s=1.0))
+    policy.arrive(job("waiting"), 0.0)
+    for index, service_s in enumerate(shuffled(SKEWED)):
+        key = str(index)
+        policy.arrive(job(key), 0.0)
+        policy.choose(1, 0.0)
+        policy.ran([key], service_s * share, 0.0, tokens=100)
+        if share < 1:
+            policy.ran([key], service_s * (1 - share), 0.0)
+        policy.finish(key)
+    policy.choose(1, 0.0)
+    assert policy.mode == mode
 
 
 def simulated_delays(times: list[float], quantum_s: float, seed: int) -> float:
@@ -232,14 +276,34 @@ def simulated_delays(times: list[float], quantum_s: float, seed: int) -> float:
 
 
 @pytest.mark.parametrize("times", [SKEWED, [10.0, 100.0]], ids=["skewed", "two lengths"])
-def test_the_predicted_gain_is_that_of_a_simulated_queue(times: list[float]) -> None:
+def test_the_gain_of_steady_traffic_is_that_of_a_simulated_queue(times: list[float]) -> None:
     """Quanta of the simulated queue are not preempted: 4 runs of 6,000 requests agree to a quarter."""
     seen = sum(simulated_delays(times, 1.0, seed) for seed in range(4)) / 4
-    assert predicted_gain(times, 1.0) == pytest.approx(seen, rel=0.25)
+    assert steady_gain(times, 1.0) == pytest.approx(seen, rel=0.25)
+
+
+@pytest.mark.parametrize("times", [SKEWED, EVEN[:100], [50.0]], ids=["skewed", "even", "one length"])
+def test_the_gain_of_a_burst_is_that_of_one_that_takes_turns(times: list[float]) -> None:
+    """Two hundred at once; a turn takes a second. Delays are compared in one run of each."""
+    left = [time for time in times for _ in range(max(1, 200 // len(times)))]
+    random.Random(0).shuffle(left)
+    served_s = sum(sum(left[:place]) for place in range(len(left)))
+    turns_s = now_s = 0.0
+    waiting = [(time, time) for time in left]
+    while waiting:
+        going = []
+        for time, rest in waiting:
+            now_s += 1.0
+            if rest > 1.0:
+                going.append((time, rest - 1.0))
+            else:
+                turns_s += now_s - time
+        waiting = going
+    assert burst_gain(times) == pytest.approx(served_s / turns_s, rel=0.1)
 
 
 def test_the_predicted_gain_of_exponential_times_is_one_and_of_equal_ones_less() -> None:
     numbers = random.Random(0)
     assert predicted_gain([numbers.expovariate(0.01) for _ in range(20_000)], 1.0) == pytest.approx(1.0, abs=0.05)
-    assert predicted_gain([100.0] * 50, 1.0) < 0.5
+    assert steady_gain([100.0] * 50, 1.0) < burst_gain([100.0] * 50) == pytest.approx(0.5)
     assert predicted_gain([], 1.0) == predicted_gain([0.0], 1.0) == 1.0
