@@ -87,8 +87,8 @@ def schedule(
     if plot and find_spec("matplotlib") is None:
         raise click.ClickException("--plot needs matplotlib: pip install 'diptych[plots]'")
     seeds = min(seeds, 2) if quick else seeds
-    live = LIVE[:3] if quick else LIVE
-    spent = [*costs(time.process_time, live=live), *decisions(time.process_time, live=live)]
+    sizes = LIVE[:3] if quick else LIVE
+    spent = [*costs(time.process_time, live=sizes), *decisions(time.process_time, live=sizes)]
     rows = rows_of(_runs(list(cells(workloads, quick=quick)), traces, seeds, jobs))
     if as_json:
         plain = {"rows": [row.as_dict() for row in rows], "costs": [asdict(one) for one in spent]}

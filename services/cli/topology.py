@@ -73,8 +73,7 @@ def _gateway(options: MeshOptions, others: str) -> ChildSpec:
         "http-port": options.http_port,
         "scheduler": f"{HOST}:{options.scheduler_port}",
         "model": options.model,
-        "expect-prefill": options.prefill,
-        "expect-decode": options.decode,
+        "expect": f"{options.prefill}:{options.decode}",
     }
     return _service(options, "gateway", "gateway", flags, others)
 

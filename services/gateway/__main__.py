@@ -16,7 +16,7 @@ from services.engine.catalog import resolve
 from services.engine.errors import EngineError
 from services.errors import StartError
 from services.gateway.closing import Closing
-from services.gateway.config import GatewayConfig
+from services.gateway.config import GatewayConfig, parse_expected
 from services.gateway.door import Gateway
 from services.gateway.http import application
 from services.gateway.http_server import HttpServer
@@ -41,6 +41,7 @@ LAST_WORDS_S = 1.0  # for the end of an answer to reach its client
 
 async def serve(config: GatewayConfig, stop: asyncio.Event) -> None:
     """Serves until `stop`, then drains. Raises StartError when it cannot start."""
+    expect_prefill, expect_decode = parse_expected(config.expect)
     provider = tracing.set_up("gateway", f"gateway-{config.port}", config.otlp)
     rpc = RpcServer(config.host, config.port, [gateway_pb2.DESCRIPTOR.services_by_name["GatewayService"].full_name])
     http = HttpServer(config.host, config.http_port)
@@ -52,8 +53,8 @@ async def serve(config: GatewayConfig, stop: asyncio.Event) -> None:
         gateway = Gateway(
             mesh,
             request_limit_s=config.request_limit_s,
-            expect_prefill=config.expect_prefill,
-            expect_decode=config.expect_decode,
+            expect_prefill=expect_prefill,
+            expect_decode=expect_decode,
             new_id=lambda: uuid.uuid4().hex,
         )
         rpc.add(gateway_pb2_grpc.add_GatewayServiceServicer_to_server, GatewayServicer(gateway))

@@ -60,7 +60,7 @@ def services_by_hand(
         ("scheduler", [f"--port={ports['scheduler']}", *scheduler], {}),
         ("prefill", [f"--model={model}", "--name=prefill-0", *worker], prefill_env or {}),
         ("decode", [f"--model={model}", "--name=decode-0", *worker], {}),
-        ("gateway", [*gateway, f"--expect-prefill={expect_prefill}"], {}),
+        ("gateway", [*gateway, f"--expect={expect_prefill}:1"], {}),
     ]
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
