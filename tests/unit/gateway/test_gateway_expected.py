@@ -15,5 +15,5 @@ def test_prefill_and_decode_workers_are_counted_apart(text: str, expected: tuple
 
 @pytest.mark.parametrize("text", ["", ":", "1", "1:", ":1", "1:0", "-1:1", "1:-1", "1:1:1", "a:1", "1.0:1", "1 :1"])
 def test_what_is_no_such_pair_is_refused_by_name(text: str) -> None:
-    with pytest.raises(StartError, match="expect: .*PREFILL:DECODE"):
+    with pytest.raises(StartError, match=r"expect: .*PREFILL:DECODE"):
         parse_expected(text)
