@@ -14,6 +14,7 @@ import sys
 import numpy as np
 
 from kvtransfer import KvLayout, Open, Posted, Sender, TransferError, UcxTransport
+from kvtransfer.compression import Allowed
 from kvtransfer.device import Arena
 from kvtransfer.messages import Accepted, Acknowledge, Finished, Message, Sent
 
@@ -32,6 +33,8 @@ def from_json(line: str) -> Message:
     values = item["values"]
     if "layout" in values:
         values["layout"] = KvLayout(**values["layout"])
+    if "allowed" in values:
+        values["allowed"] = Allowed(**values["allowed"])
     if "data_address" in values:
         values["data_address"] = bytes.fromhex(values["data_address"])
     return TYPES[item["type"]](**values)
