@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Iterator
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, contextmanager, nullcontext
 
 import grpc
 import grpc.aio
@@ -17,7 +17,7 @@ from asking import Answer, ask, request, until_free
 from meshes import Mesh, StartMesh
 
 NOTICE_S = 10.0
-LONG = 1900  # tokens
+LONG = 1500  # tokens
 ERRORS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.ABORTED, grpc.StatusCode.INTERNAL)
 
 
@@ -69,7 +69,7 @@ async def test_whoever_is_killed_in_mid_request_nobody_hangs_and_the_mesh_comes_
         await asyncio.sleep(0.5)  # into decoding
         killed.set()
         at_s = time.monotonic()
-        with nobody_starts_it_again(mesh):
+        with nobody_starts_it_again(mesh) if name == "decode-0" else nullcontext():
             process.kill()
             got, noticed_s = await asked
         if isinstance(got, Answer):

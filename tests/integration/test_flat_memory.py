@@ -1,5 +1,5 @@
-"""L8: requests by the thousand, in the soak a million, through a real gateway and a real scheduler, each a process of
-its own, before workers whose engine is made up. What the two hold must stay flat.
+"""L8, in the soak: requests by the thousand and a million through a real gateway and a real scheduler, processes of
+their own before workers whose engine is made up. What the two hold must stay flat.
 """
 
 from __future__ import annotations
@@ -152,13 +152,13 @@ async def until_two_workers(scheduler: str) -> None:
                     return
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("count", "limit_bytes"),
     [
         # So few say that nothing large is left behind: a task is kilobytes, an answer's text and phases as well.
         (2_000, 4_000.0),
-        pytest.param(1_000_000, FLAT_B, marks=[pytest.mark.soak, pytest.mark.timeout(4 * 3600)]),
+        pytest.param(1_000_000, FLAT_B, marks=[pytest.mark.timeout(4 * 3600)]),
     ],
 )
 async def test_requests_leave_nothing_behind_in_gateway_and_scheduler(
