@@ -12,7 +12,8 @@ import torch
 from kv_pairs import LAYOUT, SLOW, control_pair, make_transport, pair_over, read_kv
 
 from kvtransfer import Accepted, Allowed, LayoutMismatch, ProtocolViolation, allow, plan_pieces
-from kvtransfer.codec import wire_bytes
+from kvtransfer.codec import Encoding, wire_bytes
+from kvtransfer.transport.base import Transport
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -125,6 +126,20 @@ async def test_auto_encodes_where_prefill_is_faster_than_the_measured_link(trans
             assert received.encoding == encoding
 
 
+def accepted(transport: Transport, size: int, encoding: Encoding) -> Accepted:
+    """What the sender of 40 tokens says that has chosen `encoding`."""
+    return Accepted(
+        tokens=40,
+        pieces=1,
+        bytes=size,
+        layout=TINY,
+        data_address=transport.address,
+        transport=transport.name,
+        tag_base=1 << 30,
+        encoding=encoding,
+    )
+
+
 async def test_a_sender_that_chooses_what_was_not_allowed_is_refused(transport) -> None:
     async with pair_over(transport, transport, layout=TINY) as pair:
         receiving, sending = control_pair()
@@ -133,18 +148,7 @@ async def test_a_sender_that_chooses_what_was_not_allowed_is_refused(transport) 
         pull = asyncio.ensure_future(pair.receiver.pull(receiving, opening, block_ids=blocks, tokens=40, timeout_s=5.0))
         await sending.receive()
         size = wire_bytes("fp8", (4, 2, 40, 3, 64), 2)
-        await sending.send(
-            Accepted(
-                tokens=40,
-                pieces=1,
-                bytes=size,
-                layout=TINY,
-                data_address=transport.address,
-                transport=transport.name,
-                tag_base=1 << 30,
-                encoding="fp8",
-            )
-        )
+        await sending.send(accepted(transport, size, "fp8"))
         with pytest.raises(ProtocolViolation, match="fp8"):
             await pull
         await sending.close()
@@ -160,18 +164,7 @@ async def test_sides_that_disagree_about_the_bytes_of_an_encoding_move_nothing(t
             )
         )
         await sending.receive()
-        await sending.send(
-            Accepted(
-                tokens=40,
-                pieces=1,
-                bytes=40 * TINY.token_bytes,
-                layout=TINY,
-                data_address=transport.address,
-                transport=transport.name,
-                tag_base=1 << 30,
-                encoding="int8",
-            )
-        )
+        await sending.send(accepted(transport, 40 * TINY.token_bytes, "int8"))
         with pytest.raises(LayoutMismatch, match="bytes"):
             await pull
         await sending.close()
