@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvtransfer.errors import TransferAborted, TransferError
+from kvtransfer.errors import TransferAborted, TransferError, TransferExpired
 from kvtransfer.offer import Offer
 from kvtransfer.sender import Sender
+from kvtransfer.states import SendState
 from services.errors import AlreadyExists, DeadlineExceeded, DiptychError, HandOffLost
 from services.prefill.messages import Admitted, Cancel, Command, Event, Failed, FirstToken, Progress, Released, Submit
 
@@ -26,6 +27,13 @@ LEASE_S = 30.0
 A receiver that lives pulls at once, or says every 10 s that it still waits for blocks: two renewals may be lost, and
 gRPC takes 9 s to notice a dead connection. A receiver that died before its pull costs a quarter of what the limit alone
 would. A pull ends the matter: its stream tells of the receiver's death.
+"""
+
+FINISHED_LEASE_S = 3.0
+"""KV of a request that ended with its first token is kept for so long: a receiver that comes is told how it ended.
+
+Most often none does: the gateway has its answer from this worker and calls its decode leg off, before decode has heard
+of it where decode is busy.
 """
 
 
@@ -97,6 +105,8 @@ class PrefillService:
                 case FirstToken():
                     if job.offer:
                         job.offer.finish(event.token_id, event.finish)
+                        if event.finish is not None:
+                            asyncio.get_running_loop().call_later(FINISHED_LEASE_S, self._nobody_came, job.offer)
                     if not job.first_token.done():
                         job.first_token.set_result(event)
                     if job.released:
@@ -114,6 +124,11 @@ class PrefillService:
             self._fail(job, HandOffLost(str(error)))
             job.released = True
             self._submit(Released(event.key))
+
+    def _nobody_came(self, offer: Offer) -> None:
+        """For KV that has no use any more. A pull that has begun ends by itself."""
+        if offer.state is SendState.OFFERED:
+            offer.fail(TransferExpired("the request ended with its first token, and nobody pulled"))
 
     def _failed(self, event: Failed, job: _Job) -> None:
         self._fail(job, event.error)

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import cast
 
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
+from kvtransfer import Arena, KvLayout, MemoryTransport, Sender
+from kvtransfer.claims import Claim
 from kvtransfer.errors import TransferUsed
-from kvtransfer.sender import Sender
+from kvtransfer.states import SendState
 from services.engine.sampling import SamplingSpec
+from services.engine.sequence import FinishReason
 from services.errors import Cancelled, DeadlineExceeded, HandOffLost, InvalidArgument
 from services.prefill.core import Admitted, Command, Failed, FirstToken, Progress, Released, Submit
 from services.prefill.service import PrefillService
@@ -98,3 +102,32 @@ def test_kv_is_not_kept_for_ever() -> None:
     assert from_limit(Duration(seconds=int(MAX_HAND_OFF_S))) == MAX_HAND_OFF_S
     with pytest.raises(InvalidArgument, match="hand_off_limit"):
         from_limit(Duration(seconds=2**62))
+
+
+@pytest.mark.parametrize(
+    ("finish", "pulled", "kept"),
+    [("length", False, False), ("length", True, True), (None, False, True)],
+    ids=["nobody came", "somebody pulls", "decode goes on"],
+)
+async def test_kv_of_a_request_that_ended_here_is_not_kept_for_a_lease(
+    monkeypatch: pytest.MonkeyPatch, finish: FinishReason | None, pulled: bool, kept: bool
+) -> None:
+    """A gateway that has its answer calls the decode leg off, maybe before decode has heard of it."""
+    monkeypatch.setattr("services.prefill.service.FINISHED_LEASE_S", 0.0)
+    layout = KvLayout(model="m", dtype="fp32", layers=1, kv_heads=1, head_dim=4, block_tokens=2)
+    sender = Sender(MemoryTransport("a" * 16), Arena(layout, 1), incarnation="a" * 16)
+    service, commands = PrefillService(sender), Commands()
+    service.attach(commands)
+    call = asyncio.create_task(service.prefill(SUBMIT, 5.0))
+    await asyncio.wait_for(commands.begun.wait(), 1)
+    service.deliver([Admitted(key=KEY, blocks=(0,)), Progress(key=KEY, computed_tokens=2)])
+    offer = sender._offers[KEY]
+    if pulled:
+        offer.claim(Claim(receiver="b" * 16, area=layout.area))
+    service.deliver([replace(FIRST, finish=finish)])
+    assert (await asyncio.wait_for(call, 1)).token_id == FIRST.token_id
+    await asyncio.sleep(0)  # timers that are due
+    assert (offer.state is not SendState.RELEASED) == kept
+    assert (Released(KEY) in commands.taken) != kept
+    assert service.outstanding == kept
+    await sender.aclose()
