@@ -66,6 +66,8 @@ async def test_usage_is_the_last_chunk_when_asked_for_and_agrees_with_the_answer
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     options = {"model": MODEL, "messages": messages, "max_tokens": 7, "temperature": 0}
     extra = {"extra_body": {"ignore_eos": True}}
+    await client.chat.completions.create(**options, **extra)  # type: ignore[call-overload]
+    # From here on the prompt is cached, and usage says so.
     whole = await client.chat.completions.create(**options, **extra)  # type: ignore[call-overload]
     stream = await client.chat.completions.create(  # type: ignore[call-overload]
         **options, **extra, stream=True, stream_options={"include_usage": True}

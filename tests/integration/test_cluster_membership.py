@@ -181,8 +181,9 @@ async def test_a_record_of_another_version_is_passed_over_with_a_warning(
 ) -> None:
     good = Registration(store, worker)
     await good.start()
-    await store._run(["HSET", "diptych:workers", "127.0.0.1:1", "f" * 16])
+    # In this order: a worker without a record is over, and whoever looks strikes it off.
     await store._run(["SET", f"diptych:worker:{'f' * 16}", '{"role": "conductor"}', "PX", 60000])
+    await store._run(["HSET", "diptych:workers", "127.0.0.1:1", "f" * 16])
     with caplog.at_level(logging.WARNING):
         async with asyncio.timeout(WAIT_S):
             while not any("another version" in line for line in caplog.messages):
