@@ -60,7 +60,7 @@ def of_turns(answers: Sequence[Answer], name: str) -> int:
         pytest.param(1, "reactive", "fp32", marks=pytest.mark.soak),
         pytest.param(1, "recompute", "fp32", marks=pytest.mark.soak),
         pytest.param(0, "proactive", "fp32", marks=pytest.mark.soak),
-        (0, "reactive", "fp32"),
+        pytest.param(0, "reactive", "fp32", marks=pytest.mark.soak),
         (0, "recompute", "fp32"),
         (1, "proactive", "bf16"),
     ],
