@@ -69,7 +69,7 @@ async def test_texts_are_the_same_whoever_gives_way(start_mesh: StartMesh, prefi
     """K6, K7."""
     environ = {"DIPTYCH_SCHEDULE": "mlfq", "DIPTYCH_SWAP": swap, "DIPTYCH_MAX_BATCH": "2"}
     mesh = start_mesh(prefill=prefill, dtype=dtype, extra=["--kv-mib=1", "--chunk-tokens=64"], environ=environ)
-    for sampled in (False, True):
+    for sampled in (False, True) if swap != "recompute" else (True,):  # which takes longest
         requests = asked(sampled=sampled, swaps=swap != "recompute")
         undisturbed = await alone(mesh, requests)
         assert of_turns(undisturbed, "preemptions") == of_turns(undisturbed, "swapped_bytes") == 0
