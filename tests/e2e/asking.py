@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import grpc.aio
@@ -45,8 +45,12 @@ async def ask(
     *,
     limit_s: float = LIMIT_S,
     metadata: Sequence[tuple[str, str]] = (),
+    after: Callable[[Answer], None] = lambda answer: None,
 ) -> Answer:
-    """Asks and collects the whole answer; raises AioRpcError as a client would see it."""
+    """Asks and collects the whole answer; raises AioRpcError as a client would see it.
+
+    `after` is called with what is there after each message.
+    """
     answer = Answer()
     async with grpc.aio.insecure_channel(mesh.grpc) as channel:
         call = gateway_pb2_grpc.GatewayServiceStub(channel).Generate(asked, timeout=limit_s, metadata=metadata)
@@ -58,6 +62,7 @@ async def ask(
             if message.HasField("finish"):
                 assert answer.finish is None
                 answer.finish = message.finish
+            after(answer)
     return answer
 
 
