@@ -57,13 +57,11 @@ def count(spans: Sequence[Span]) -> Counter[str]:
     return Counter(span.name for span in spans)
 
 
-async def one_by_one(mesh: Mesh, prompt: Sequence[int], answers: int, **fields: object) -> Answers:
-    """What the answers must be: each asked for alone, with the seed that is promised."""
-    found = {}
-    for index in range(answers):
-        sampling = SAMPLING | {"seed": answer_seed(1234, index)}
-        found[index] = (await ask(mesh, asked(prompt, 1, sampling=sampling, **fields))).token_ids
-    return found
+async def apart(mesh: Mesh, prompt: Sequence[int], answers: int, **fields: object) -> Answers:
+    """What the answers must be: those of as many requests, each with the seed that is promised."""
+    wishes = [asked(prompt, 1, sampling=SAMPLING | {"seed": answer_seed(1234, i)}, **fields) for i in range(answers)]
+    found = await asyncio.gather(*(ask(mesh, wish) for wish in wishes))
+    return {index: answer.token_ids for index, answer in enumerate(found)}
 
 
 @pytest.mark.parametrize("tokens", [1, BLOCK - 1, BLOCK, BLOCK + 1, 300])
@@ -71,7 +69,7 @@ async def test_four_answers_are_those_of_four_requests_and_the_kv_moves_once(
     mesh: Mesh, aggregated_mesh: Mesh, tokens: int
 ) -> None:
     prompt = prompt_of(tokens, seed=1000 + tokens)
-    expected = await one_by_one(aggregated_mesh, prompt, 4)
+    expected = await apart(aggregated_mesh, prompt, 4)
     assert len({tuple(answer) for answer in expected.values()}) > 1, "the seeds make no difference"
     answers, finishes = await ask_for(mesh, asked(prompt, 4))
     assert answers == expected
@@ -112,27 +110,29 @@ async def test_the_sender_offers_once_and_the_others_compute_less_than_two_block
 async def test_without_a_prefix_cache_the_answers_are_the_same(start_mesh: StartMesh) -> None:
     mesh = start_mesh(environ={"DIPTYCH_PREFIX_CACHE": "off"})
     prompt = prompt_of(100, seed=78)
-    expected = await one_by_one(mesh, prompt, 4)
+    expected = await apart(mesh, prompt, 4)
     assert (await ask_for(mesh, asked(prompt, 4)))[0] == expected
     await until_free(mesh)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-async def test_a_pool_too_small_for_all_answers_serves_them_and_frees_everything(start_mesh: StartMesh) -> None:
-    """85 blocks; each of 16 answers grows to 10 of its own behind 12 shared ones."""
-    mesh = start_mesh(extra=["--kv-mib=1"])
+async def test_a_pool_too_small_for_all_answers_serves_them_and_frees_everything(
+    mesh: Mesh, start_mesh: StartMesh
+) -> None:
+    """85 blocks; each of 16 answers grows to 10 of its own behind 12 shared ones. The other mesh has room for all."""
+    small = start_mesh(extra=["--kv-mib=1"])
     prompt = prompt_of(200, seed=79)
-    expected = await one_by_one(mesh, prompt, 16, max_tokens=150)
-    answers, finishes = await ask_for(mesh, asked(prompt, 16, max_tokens=150))
+    expected = await apart(mesh, prompt, 16, max_tokens=150)
+    answers, finishes = await ask_for(small, asked(prompt, 16, max_tokens=150))
     assert answers == expected and len(finishes) == 16
-    await until_free(mesh)
+    await until_free(small)
 
 
 @pytest.mark.parametrize("answers", [2, 16])
 async def test_one_token_each_is_prefills_alone_and_frees_everything(mesh: Mesh, answers: int) -> None:
     prompt = prompt_of(100, seed=80 + answers)
-    expected = await one_by_one(mesh, prompt, answers, max_tokens=1)
+    expected = await apart(mesh, prompt, answers, max_tokens=1)
     found, finishes = await ask_for(mesh, asked(prompt, answers, max_tokens=1))
     assert found == expected
     assert not any(finish.phases.transfer.bytes for finish in finishes.values())
@@ -166,7 +166,7 @@ async def busy_decode_worker(mesh: Mesh) -> str:
 async def test_a_decode_worker_killed_in_mid_answers_changes_none_of_them(start_mesh: StartMesh) -> None:
     mesh = start_mesh(decode=2)
     prompt, long = prompt_of(100, seed=82), {"max_tokens": 1000}
-    expected = await one_by_one(mesh, prompt, 4, **long)
+    expected = await apart(mesh, prompt, 4, **long)
     await until_free(mesh)  # nobody is busy with anything else
     processes = mesh.children()
     under_way = asyncio.Event()

@@ -1,6 +1,6 @@
 """Tokens through the whole mesh equal transformers' own `generate` in fp32, disaggregated and aggregated.
 
-The reference is computed by transformers alone: its model, its cache, its attention, one prompt at a time.
+The reference is computed by transformers alone: its model, its cache, its attention; nothing is ever padded.
 """
 
 from __future__ import annotations
@@ -38,21 +38,29 @@ def prompts(folder: str, vocab: int) -> list[list[int]]:
 
 
 def reference(folder: str, asked: Sequence[Sequence[int]]) -> list[list[int]]:
-    """What transformers' generate answers, greedily; ends with an end-of-sequence token like the mesh does."""
+    """What transformers' generate answers, greedily; ends with an end-of-sequence token like the mesh does.
+
+    Prompts of one length are one batch: most of a step is reading the weights.
+    """
     torch.set_num_threads(2)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    answers = []
-    for ids in asked:
+    ends = model.generation_config.eos_token_id
+    answers: dict[int, list[int]] = {}
+    for length in {len(ids) for ids in asked}:
+        batch = [index for index, ids in enumerate(asked) if len(ids) == length]
+        ids = torch.tensor([asked[index] for index in batch])
         with torch.inference_mode():
             whole = model.generate(
-                torch.tensor([ids]),
-                attention_mask=torch.ones(1, len(ids), dtype=torch.long),
-                max_new_tokens=NEW_TOKENS,
-                do_sample=False,
-                pad_token_id=0,
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0
             )
-        answers.append(whole[0, len(ids) :].tolist())
-    return answers
+        answers |= {i: ended(row, ends) for i, row in zip(batch, whole[:, length:].tolist(), strict=True)}
+    return [answers[index] for index in range(len(asked))]
+
+
+def ended(row: list[int], ends: int | list[int] | None) -> list[int]:
+    """An answer of a batch without what stands behind its end because another one's went on."""
+    known = ends if isinstance(ends, list) else [ends]
+    return next((row[: at + 1] for at, token in enumerate(row) if token in known), row)
 
 
 async def ask_all(mesh: Mesh, asked: Sequence[Sequence[int]], at_once: int, **sampling: object) -> list[Answer]:
