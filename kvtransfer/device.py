@@ -40,6 +40,7 @@ class _Backend(Protocol):
     def zeros(self, shape: tuple[int, ...], dtype: type[np.generic]) -> Array: ...
     def bytes(self, count: int, on_host: bool) -> Buffer: ...
     def pinned(self, shape: tuple[int, ...], dtype: type[np.generic]) -> Array: ...
+    def populate(self, array: Array) -> bool: ...
     def save(self, blocks: Array, host: Array) -> None: ...
     def restore(self, host: Array, blocks: Array) -> None: ...
     def gather(self, arena: Arena, piece: Piece, block_ids: Sequence[int], message: Buffer) -> None: ...
@@ -59,6 +60,9 @@ class _Cpu:
 
     def pinned(self, shape: tuple[int, ...], dtype: type[np.generic]) -> Array:
         return self.zeros(shape, dtype)
+
+    def populate(self, array: Array) -> bool:
+        return huge_pages.populate(array)
 
     def save(self, blocks: Array, host: Array) -> None:
         host[:] = blocks
@@ -101,6 +105,9 @@ class _Cuda:
     def pinned(self, shape: tuple[int, ...], dtype: type[np.generic]) -> Array:
         with self._device:
             return cast("Array", self._pinned(shape, dtype))
+
+    def populate(self, array: Array) -> bool:
+        return True  # a GPU's memory is there when it is allocated
 
     # No step that is under way touches blocks that are swapped: the copies run beside it.
 
@@ -176,6 +183,12 @@ class Arena:
         heads = (layout.local_heads, layout.head_dim)
         shape = (layout.local_layers, 2, blocks, layout.block_tokens, *heads)
         self.array: Final = self.backend.zeros(shape, ARRAY_TYPES[layout.dtype])
+
+    def populate(self) -> bool:
+        """Commits the memory, beside whatever uses it (see huge_pages.populate): until then the first write to a block
+        may take milliseconds in every layer. False: the system cannot.
+        """
+        return self.backend.populate(self.array)
 
     def staging(self, count: int, *, on_host: bool = False) -> Buffer:
         """Allocates a staging buffer of `count` bytes on the arena's device; or, for a wire that cannot reach a GPU, in

@@ -44,7 +44,7 @@ def assemble(parts: Parts) -> Part[Command, Event]:
     )
     service = PrefillService(sender)
     core = PrefillCore(
-        policy=policy_named(parts.config.schedule),
+        policy=policy_named(parts.config.schedule, sized=True),
         pool=parts.pool,
         prefix=parts.prefix,
         block_tokens=parts.config.block_tokens,

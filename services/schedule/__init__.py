@@ -2,7 +2,7 @@
 
     policy     the interface: `Job` in, keys out; `Change` for what is worth a log line; `Next` for what swaps look at
     catalog    policies by name: `policy_named("mlfq", step_s=…, starvation_s=…)`
-      fcfs, priority, srpt    one order over all requests (`ordered`)
+      fcfs, priority, srpt, shortest   one order over all requests (`ordered`)
       mlfq                    skip-join feedback queues; without the skip it is mlfq-naive; the bound on waiting
       auto                    fcfs or mlfq, by what it observes (`gain`)
     ladder     quanta of levels, estimated next scheduled times

@@ -13,6 +13,9 @@ above it, and answers would not end.
 It turns to feedback queues as well when a tenant lacks LAG_TOKENS of its share, and stays until all that live run:
 first come, first served knows no shares, and what is left of a flood of one tenant would hold all others again.
 
+Where lengths are known when requests arrive (prompts on a prefill worker), it is `shortest` from the beginning instead
+of first come, first served, and feedback queues, which are for lengths that nobody knows, have nothing to gain.
+
 Both schedules are kept up to date all the time, so that a turn costs nothing and nobody's history is lost.
 """
 
@@ -26,6 +29,7 @@ from services.schedule.fcfs import fcfs
 from services.schedule.gain import predicted_gain
 from services.schedule.mlfq import Mlfq
 from services.schedule.policy import Change, Job, Next, Policy
+from services.schedule.shortest import shortest
 
 ENTER: Final = 0.98
 LEAVE: Final = 0.95
@@ -46,11 +50,12 @@ MEMORY: Final = 32
 class Auto:
     """A policy (see `Policy`) that is one of two at any time."""
 
-    def __init__(self, queues: Mlfq) -> None:
-        """`queues`: the feedback queues to turn to, empty."""
-        self._fcfs = fcfs()
+    def __init__(self, queues: Mlfq, *, sized: bool = False) -> None:
+        """`queues`: the feedback queues to turn to, empty. `sized`: the first step of a job is all that it needs."""
+        self._sized = sized
+        self._line = shortest() if sized else fcfs()
         self._mlfq = queues
-        self._policy: Policy = self._fcfs
+        self._policy: Policy = self._line
         self._used_s: dict[str, float] = {}
         self._completed_s: deque[float] = deque(maxlen=WINDOW)
         self._prompts_s = 0.0  # lately
@@ -60,7 +65,7 @@ class Auto:
         self._unfair = False  # since somebody was behind there were always more than run
         self._now_s = 0.0
         self._changes: list[Change] = []
-        self.gain = (ENTER + LEAVE) / 2  # nothing is known, and no reason to turn
+        self.gain = 0.0 if sized else (ENTER + LEAVE) / 2  # nothing is known, and no reason to turn
 
     @property
     def name(self) -> str:
@@ -75,7 +80,7 @@ class Auto:
     def arrive(self, job: Job, now_s: float) -> None:
         """See Policy."""
         self._mlfq.arrive(job, now_s)
-        self._fcfs.arrive(job, now_s)
+        self._line.arrive(job, now_s)
         self._used_s[job.key] = 0.0
 
     def choose(self, batch: int, now_s: float) -> Sequence[str]:
@@ -101,7 +106,7 @@ class Auto:
     def finish(self, key: str, *, completed: bool = True) -> None:
         """See Policy."""
         self._mlfq.finish(key)
-        self._fcfs.finish(key)
+        self._line.finish(key)
         used_s = self._used_s.pop(key)
         if completed:
             self._completed_s.append(used_s)
@@ -110,7 +115,7 @@ class Auto:
     def measured(self, step_s: float) -> None:
         """See Policy."""
         self._mlfq.measured(step_s)
-        self._fcfs.measured(step_s)
+        self._line.measured(step_s)
 
     def steady_steps(self, step_s: float, now_s: float) -> int:
         """See Policy."""
@@ -140,7 +145,7 @@ class Auto:
 
     def _look(self) -> None:
         self._unseen = 0
-        if len(self._completed_s) >= LEAST:
+        if len(self._completed_s) >= LEAST and not self._sized:
             self.gain = predicted_gain(self._completed_s, self._mlfq.quantum_s)
         self._unfair = self._unfair or self._mlfq.largest_lag > LAG_TOKENS
         crowded = self._crowded()
@@ -149,7 +154,7 @@ class Auto:
         else:
             turn = (self.gain > ENTER and not crowded) or self._unfair
         if turn and self._queued:
-            self._policy = self._fcfs if self._policy is self._mlfq else self._mlfq
+            self._policy = self._line if self._policy is self._mlfq else self._mlfq
             reason = (
                 ", a tenant behind its share" if self._unfair else ", prompts take most of the time" if crowded else ""
             )

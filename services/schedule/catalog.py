@@ -18,16 +18,18 @@ _MADE: Final[dict[str, Callable[[float, float], Policy]]] = {
     "mlfq-naive": lambda step_s, starvation_s: Mlfq(step_s=step_s, starvation_s=starvation_s, skip_join=False),
     "priority": lambda step_s, starvation_s: priority(),
     "srpt-oracle": lambda step_s, starvation_s: srpt_oracle(),
-    "auto": lambda step_s, starvation_s: Auto(Mlfq(step_s=step_s, starvation_s=starvation_s)),
 }
-POLICIES: Final = tuple(_MADE)
+POLICIES: Final = (*_MADE, "auto")
 
 
-def policy_named(name: str, *, step_s: float = 0.03, starvation_s: float = STARVATION_S) -> Policy:
-    """A new one, without requests. `step_s`: a first guess of a decode step's time; `starvation_s`: α.
+def policy_named(name: str, *, step_s: float = 0.03, starvation_s: float = STARVATION_S, sized: bool = False) -> Policy:
+    """A new one, without requests. `step_s`: a first guess of a decode step's time; `starvation_s`: α. `sized`: a job's
+    first step is all that it needs, as on a prefill worker; "auto" goes by that.
 
     ValueError names what there is.
     """
-    if name not in _MADE:
+    if name not in POLICIES:
         raise ValueError(f"policy: {name!r} is none of {', '.join(POLICIES)}")
+    if name == "auto":
+        return Auto(Mlfq(step_s=step_s, starvation_s=starvation_s), sized=sized)
     return _MADE[name](step_s, starvation_s)

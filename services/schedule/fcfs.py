@@ -7,4 +7,4 @@ from services.schedule.ordered import Ordered
 
 def fcfs() -> Ordered:
     """Runs each request to its end; whoever came later fills what is free of the batch."""
-    return Ordered("fcfs", lambda job: 0.0)
+    return Ordered("fcfs", lambda job, now_s: 0.0)

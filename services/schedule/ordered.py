@@ -15,8 +15,10 @@ SIGHT: Final = 8
 class Ordered:
     """A policy (see `Policy`) by rank; equal ranks go first come, first served. Preempts for a smaller rank only."""
 
-    def __init__(self, name: str, rank: Callable[[Job], float], *, shrinks: bool = False) -> None:
-        """`shrinks`: a rank is a time to go, and becomes smaller by what a request was charged."""
+    def __init__(self, name: str, rank: Callable[[Job, float], float], *, shrinks: bool = False) -> None:
+        """`rank`: of a job that arrives at a time, for good. `shrinks`: it is a time to go, and becomes smaller by
+        what a request was charged.
+        """
         self._name = name
         self._rank = rank
         self._shrinks = shrinks
@@ -30,7 +32,7 @@ class Ordered:
 
     def arrive(self, job: Job, now_s: float) -> None:
         """See Policy."""
-        self._queue.add(job.key, self._rank(job))
+        self._queue.add(job.key, self._rank(job, now_s))
 
     def choose(self, batch: int, now_s: float) -> Sequence[str]:
         """See Policy."""

@@ -10,4 +10,4 @@ from services.schedule.ordered import Ordered
 
 def priority() -> Ordered:
     """Larger `Job.priority` first."""
-    return Ordered("priority", lambda job: -float(job.priority))
+    return Ordered("priority", lambda job, now_s: -float(job.priority))

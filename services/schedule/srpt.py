@@ -13,7 +13,7 @@ def srpt_oracle() -> Ordered:
     return Ordered("srpt-oracle", _service_s, shrinks=True)
 
 
-def _service_s(job: Job) -> float:
+def _service_s(job: Job, now_s: float) -> float:
     if job.service_s is None:
         raise ValueError(f"service_s: {job.key!r} has none, and srpt-oracle needs it")
     return job.service_s

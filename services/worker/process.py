@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, Protocol, TypeVar, cast
@@ -119,6 +120,7 @@ async def serve(
         await store.connect()
         parts, executor = await _equip(config, identity, store, fault, weights, stack)
         keep_to_cores(other_cores)
+        _populate(parts.arena)
         part = assemble(parts)
         crash: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         thread = StepThread(
@@ -217,6 +219,16 @@ async def _equip(
         weights=weights,
     )
     return parts, Executor(runner)
+
+
+def _populate(arena: Arena) -> None:
+    """Commits the memory of the KV while the worker starts to serve. Nobody waits for it."""
+
+    def run() -> None:
+        if not arena.populate():
+            log.info("the memory for KV is committed as it is used: first uses of it take longer")
+
+    threading.Thread(target=run, name="populate", daemon=True).start()
 
 
 def _transport(config: WorkerConfig, identity: Identity, fault: Fault) -> Transport:

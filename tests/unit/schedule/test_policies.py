@@ -11,6 +11,7 @@ from services.schedule.catalog import POLICIES, policy_named
 from services.schedule.gain import burst_gain, predicted_gain, steady_gain
 from services.schedule.mlfq import Mlfq
 from services.schedule.policy import Job, Policy
+from services.schedule.shortest import PATIENCE, shortest
 
 every_policy = pytest.mark.parametrize("name", POLICIES)
 
@@ -185,6 +186,31 @@ def test_auto_turns_when_a_flood_leaves_another_tenant_behind_its_share() -> Non
     policy.choose(1, 400.0)
     detail = next(change.detail for change in policy.take_changes() if change.what == "mode")
     assert detail.endswith("a tenant behind its share")
+
+
+def test_shortest_first_is_bounded_by_how_long_a_job_is_itself() -> None:
+    policy = shortest()
+    policy.arrive(Job(key="long", first_step_s=5.0), 0.0)
+    policy.arrive(Job(key="as long", first_step_s=5.0), 0.0)
+    last_s = PATIENCE * (5.0 - 0.5)
+    policy.arrive(Job(key="short", first_step_s=0.5), last_s - 0.1)
+    policy.arrive(Job(key="short, late", first_step_s=0.5), last_s + 0.1)
+    assert policy.choose(4, last_s + 1) == ["short", "long", "as long", "short, late"]
+    policy.ran(["long"], 4.9, last_s + 6)
+    assert policy.choose(4, last_s + 6) == ["short", "long", "as long", "short, late"], "its rank is for good"
+
+
+def test_auto_goes_by_lengths_that_are_known_from_the_first_request_on() -> None:
+    policy = Auto(Mlfq(step_s=1.0), sized=True)
+    assert policy.mode == "shortest"
+    policy.arrive(Job(key="long", first_step_s=5.0), 0.0)
+    policy.arrive(Job(key="short", first_step_s=0.5), 1.0)
+    assert policy.choose(1, 1.0) == ["short"]
+    completed(policy, shuffled(SKEWED))
+    assert policy.mode == "shortest", "what completes varies, and nobody turns for that"
+    policy.arrive(Job(key="light", first_step_s=90.0, tenant="light"), 0.0)
+    flooded(policy, 0, 300)
+    assert policy.mode == "mlfq", "it knows no shares, and somebody is behind"
 
 
 def flooded(policy: Auto, first: int, count: int) -> None:
