@@ -15,10 +15,11 @@ TORCH_INDEX ?=
 # Compiled afterwards, on all cores. Not left to imports: where PYTHONDONTWRITEBYTECODE is set none keeps what it compiles.
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar on --no-compile \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c constraints.txt
-# Our own modules are compiled once, not by every process. One thread for each process: the tests start many. Two files at a time: while a mesh starts, another one's test waits.
+# Our own modules are compiled once, not by every process. One thread for each process: the tests start many.
+# Two files at a time: while a mesh starts, another one's test waits.
 TEST_ENV := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false UCX_WARN_UNUSED_ENV_VARS=n
 
-.PHONY: help setup demo test near far faults gpu soak unit check lint protos clean
+.PHONY: help setup demo test faults gpu soak unit check lint protos clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
@@ -40,14 +41,8 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup ## start a mesh, ask it one question, show where the time went, stop it
 	@$(BIN)/diptych demo
 
-test: ## the whole test suite
-	@$(MAKE) --no-print-directory near
-	@$(MAKE) --no-print-directory far
-
-near: setup ## its unit, architecture and contract tests
+test: setup ## the whole test suite
 	$(TEST_ENV) $(BIN)/pytest -q -n 2 tests/unit tests/architecture tests/contract
-
-far: setup ## its tests with real processes and whole meshes, and those for a GPU
 	$(TEST_ENV) $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=10 tests/integration tests/e2e tests/gpu
 
 gpu: setup ## on a machine with a CUDA GPU: checks and times everything that needs one (pip install -e '.[gpu]' first)
