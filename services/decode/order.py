@@ -74,21 +74,21 @@ class Order:
 
     def begin(self, step: Sequence[Request], now_s: float) -> None:
         """A step begins with these: who ran in the one before and could go on is preempted."""
-        running = {request.key for request in step}
-        for key in self._ran - running:
+        running = {request.submit.key: request for request in step}
+        for key in self._ran.difference(running):
             request = self.requests.get(key)
             if request is not None:
                 request.preemptions += 1
                 request.note(Change(key=key, what="preempted", at_s=now_s, level=self.policy.level(key)))
-        for request in step:
-            waited_s = max(0.0, now_s - max(request.ran_s, request.ready_s))
+        for key, request in running.items():
+            waited_s = now_s - (request.ran_s or request.ready_s)
             if request.ready_s:
                 request.waited_s += waited_s
-            if request.preemptions and request.key not in self._ran:
-                level = self.policy.level(request.key)
+            if request.preemptions and key not in self._ran:
+                level = self.policy.level(key)
                 detail = f"after {waited_s:.3f} s"
-                request.note(Change(key=request.key, what="resumed", at_s=now_s, level=level, detail=detail))
-        self._ran = running
+                request.note(Change(key=key, what="resumed", at_s=now_s, level=level, detail=detail))
+        self._ran = set(running)
 
     def ran(self, work: Sequence[Work], seconds: float, now_s: float) -> None:
         """They were computed in a step of so many seconds that ends now."""

@@ -149,7 +149,7 @@ class Mlfq:
         until_s = now_s + max(times.values(), default=0.0)
         due = [key for _, key in self._due.soonest(limit, until_s) if key not in times]
         times |= zip(due, self.enst_s(due, batch, now_s), strict=True)
-        return [Next(key=key, enst_s=times[key]) for key in sorted(times, key=times.__getitem__)[:limit]]
+        return [Next(key, times[key]) for key in sorted(times, key=times.__getitem__)[:limit]]
 
     def enst_s(self, keys: Iterable[str], batch: int, now_s: float) -> Sequence[float]:
         """See Policy: min(time to promotion, its level's (`Ladder.enst_s`)). What was chosen to run now has 0."""
