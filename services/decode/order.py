@@ -92,7 +92,7 @@ class Order:
 
     def ran(self, work: Sequence[Work], seconds: float, now_s: float) -> None:
         """They were computed in a step of so many seconds that ends now."""
-        rows = [item.key for item in work if len(item.slice.token_ids) == 1]
+        rows = [item.key for item in work if len(item.slice.token_ids) == 1 and self.requests[item.key].generated]
         row_s = seconds
         if len(rows) < len(work):
             row_s = min(seconds, self.step_s(rows))
@@ -101,9 +101,12 @@ class Order:
             self.policy.measured(row_s)
             self.policy.ran(rows, row_s, now_s)
         for item in work:
-            self.requests[item.key].ran_s = now_s
-            if (tokens := len(item.slice.token_ids)) > 1:
-                self.policy.ran([item.key], chunk_s(self.latency().prefill, item.slice, seconds), now_s, tokens=tokens)
+            request, tokens = self.requests[item.key], len(item.slice.token_ids)
+            request.ran_s = now_s
+            if tokens > 1 or not request.generated:
+                own_s = chunk_s(self.latency().prefill, item.slice, seconds)
+                first = item.slice.wants_logits and not request.generated
+                self.policy.ran([item.key], own_s, now_s, tokens=tokens, first=first)
         self._note_changes()
 
     def stuck(self) -> bool:

@@ -66,7 +66,10 @@ class TokenSequence:
         if end <= begin:
             raise ValueError(f"nothing to slice: {self.pending} tokens pending, limit {limit_tokens}")
         return Slice(
-            token_ids=tuple(self.token_ids[begin:end]), start=begin, blocks=tuple(self.blocks), wants_logits=end == known
+            token_ids=tuple(self.token_ids[begin:end]),
+            start=begin,
+            blocks=tuple(self.blocks),
+            wants_logits=end == known,
         )
 
     def advance(self, tokens: int) -> None:

@@ -36,7 +36,9 @@ class Ordered:
         """See Policy."""
         return self._queue.first(batch)
 
-    def ran(self, keys: Iterable[str], seconds: float, now_s: float, *, tokens: int = 1, steps: int = 1) -> None:
+    def ran(
+        self, keys: Iterable[str], seconds: float, now_s: float, *, tokens: int = 1, steps: int = 1, first: bool = False
+    ) -> None:
         """See Policy."""
         if not self._shrinks:
             return
