@@ -89,13 +89,16 @@ def schedule(
     seeds = min(seeds, 2) if quick else seeds
     sizes = LIVE[:3] if quick else LIVE
     spent = [*costs(time.process_time, live=sizes), *decisions(time.process_time, live=sizes)]
-    rows = rows_of(_runs(list(cells(workloads, quick=quick)), traces, seeds, jobs))
+    runs = list(_runs(list(cells(workloads, quick=quick)), traces, seeds, jobs))
+    rows = rows_of(runs)
     if as_json:
         plain = {"rows": [row.as_dict() for row in rows], "costs": [asdict(one) for one in spent]}
         click.echo(json.dumps(plain))
     else:
         for table in (*tables(rows), costs_table(spent)):
             table_console().print(table)
+        if gain := skip_join_gain(runs):
+            click.echo(gain)
     if plot:
         from loadtest.figures import draw  # matplotlib is an extra
 

@@ -7,7 +7,8 @@ workers' own latency, first come, first served, completes a backlog (`schedule_r
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean, median
 from typing import Final
@@ -15,8 +16,8 @@ from typing import Final
 from loadtest.arrivals import Planned, words
 from loadtest.client import Measured
 from loadtest.report import quantile
-from loadtest.schedule_runs import Run, saturation
-from loadtest.workloads import Lengths, Workload, half_long, skewed
+from loadtest.schedule_runs import Cell, Run, saturation
+from loadtest.workloads import HALF_LONG, Lengths, Workload, half_long, skewed
 from services.latency import Latency
 from services.schedule.catalog import policy_named
 from services.simulation.engine import Simulation
@@ -117,7 +118,7 @@ MODES: Final = (
     Mode(
         name="aggregated",
         prefill=0,
-        workload=Workload(name="half-long", lengths=_scaled(half_long)),
+        workload=Workload(name=HALF_LONG, lengths=_scaled(half_long)),
         policies=("fcfs", "mlfq", "mlfq-naive"),
     ),
 )
@@ -184,19 +185,23 @@ def values(measured: Sequence[Measured]) -> dict[str, float]:
 
 
 def skip_join_gain(runs: Sequence[Run]) -> str:
-    """What joining at the level of one's own first step is worth, in a line; empty where it was not compared."""
-    found = {
-        policy: {run.seed: run.values for run in runs if run.cell.mode == "aggregated" and run.cell.policy == policy}
-        for policy in ("mlfq", "mlfq-naive")
-    }
-    seeds = found["mlfq"].keys() & found["mlfq-naive"].keys()
-    if not seeds:
-        return ""
-    ratios = [
-        median(found["mlfq-naive"][seed][name] / found["mlfq"][seed][name] for seed in seeds)
-        for name in ("mean_jct_s", "latency_per_token_s")
-    ]
-    return (
-        f"aggregated, mlfq-naive ÷ mlfq: mean completion {ratios[0]:.2f}, latency per token {ratios[1]:.2f}"
-        f" (median of {len(seeds)})"
-    )
+    """What joining at the level of one's own first step is worth where half the prompts are long, a line for each mode
+    and load in which it was compared.
+    """
+    found: dict[Cell, dict[str, dict[int, Mapping[str, float]]]] = defaultdict(lambda: defaultdict(dict))
+    for run in runs:
+        if run.cell.workload == HALF_LONG and run.cell.policy in ("mlfq", "mlfq-naive"):
+            found[run.cell.case][run.cell.policy][run.seed] = run.values
+    lines = []
+    for cell in sorted(found, key=lambda cell: (cell.mode, cell.load)):
+        skip, naive = found[cell]["mlfq"], found[cell]["mlfq-naive"]
+        if seeds := skip.keys() & naive.keys():
+            mean_jct, per_token = (
+                median(naive[seed][name] / skip[seed][name] for seed in seeds)
+                for name in ("mean_jct_s", "latency_per_token_s")
+            )
+            lines.append(
+                f"{cell.mode}, load {cell.load:g}, mlfq-naive ÷ mlfq: mean completion {mean_jct:.2f},"
+                f" latency per token {per_token:.2f} (median of {len(seeds)})"
+            )
+    return "\n".join(lines)

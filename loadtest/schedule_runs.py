@@ -14,7 +14,7 @@ from itertools import product
 from typing import Final
 
 from loadtest.report import quantile
-from loadtest.workloads import Workload
+from loadtest.workloads import HALF_LONG, Workload
 from services.schedule.catalog import policy_named
 from services.schedule.fcfs import fcfs
 from services.schedule.swap import SwapMode
@@ -28,6 +28,11 @@ WORKING_SET: Final = 3
 """KV-limited: the most that the requests of a run have begun with at one time is so many times what fits."""
 COMPARED: Final = ("fcfs", "mlfq", "mlfq-naive", "srpt-oracle", "auto")
 NO_SWAP: Final = "none"
+CHUNKED: Final = "aggregated, chunks"
+"""A mode: prompts in chunks of CHUNK_TOKENS. In mode "aggregated" the synthetic workloads' prompts fit into one step
+that nobody preempts, as in FastServe.
+"""
+CHUNK_TOKENS: Final = 512
 ALONE: Final = "alone"
 """Instead of a policy: the light tenant of a flood by itself, first come, first served."""
 BACKLOG: Final = 6000
@@ -36,7 +41,7 @@ BACKLOG: Final = 6000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
-    """One thing that is measured, over all seeds. `mode`: "aggregated" or "decode-only"."""
+    """One thing that is measured, over all seeds. `mode`: "aggregated", CHUNKED or "decode-only"."""
 
     workload: str
     mode: str
@@ -84,7 +89,7 @@ def cells(workloads: Sequence[Workload], *, quick: bool) -> Iterator[Cell]:
 
 def run(cell: Cell, workload: Workload, seed: int) -> Run:
     """One simulation."""
-    machine = Machine(batch=cell.batch, aggregated=cell.mode == "aggregated")
+    machine = _machine(cell)
     rate = cell.load * saturation(workload, machine)
     requests = workload.requests(rate, cell.count, seed)
     limit = _limit(cell, machine, requests) if cell.kv_limited else None
@@ -105,10 +110,20 @@ def saturation(workload: Workload, machine: Machine) -> float:
     return (last - first) / (ends_s[last] - ends_s[first])
 
 
+def _machine(cell: Cell) -> Machine:
+    machine = Machine(batch=cell.batch, aggregated=cell.mode != "decode-only")
+    if cell.mode != CHUNKED:
+        return machine
+    latency = replace(machine.latency, prefill=replace(machine.prefill, chunk_tokens=CHUNK_TOKENS))
+    return replace(machine, latency=latency)
+
+
 def _modes(workload: Workload) -> Sequence[str]:
     if workload.name == "skewed":
         return ("aggregated", "decode-only")
-    served_whole = workload.trace or workload.flood or workload.name in ("half-long", "sharegpt-like", "alpaca-like")
+    if workload.name == HALF_LONG:
+        return ("aggregated", CHUNKED)
+    served_whole = workload.trace or workload.flood or workload.name in ("sharegpt-like", "alpaca-like")
     return ("aggregated",) if served_whole else ("decode-only",)
 
 

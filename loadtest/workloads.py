@@ -21,6 +21,7 @@ from services.simulation.machine import Request
 Lengths = tuple[int, int]
 """Tokens of prompt and answer."""
 MOST_TOKENS: Final = 2048
+HALF_LONG: Final = "half-long"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +109,7 @@ def synthetic() -> tuple[Workload, ...]:
     """All that need no file."""
     return (
         Workload(name="skewed", lengths=skewed),
-        Workload(name="half-long", lengths=half_long),
+        Workload(name=HALF_LONG, lengths=half_long),
         *(Workload(name=f"lognormal-{sigma}", lengths=spread(sigma)) for sigma in (0.5, 1.0, 1.5)),
         Workload(name="sharegpt-like", lengths=fitted(161, 338)),
         Workload(name="alpaca-like", lengths=fitted(19.3, 58.5)),

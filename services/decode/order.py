@@ -74,25 +74,25 @@ class Order:
 
     def begin(self, step: Sequence[Request], now_s: float) -> None:
         """A step begins with these: who ran in the one before and could go on is preempted."""
-        running = {request.key for request in step}
-        for key in self._ran - running:
+        running = {request.submit.key: request for request in step}
+        for key in self._ran.difference(running):
             request = self.requests.get(key)
             if request is not None:
                 request.preemptions += 1
                 request.note(Change(key=key, what="preempted", at_s=now_s, level=self.policy.level(key)))
-        for request in step:
-            waited_s = max(0.0, now_s - max(request.ran_s, request.ready_s))
+        for key, request in running.items():
+            waited_s = now_s - (request.ran_s or request.ready_s)
             if request.ready_s:
                 request.waited_s += waited_s
-            if request.preemptions and request.key not in self._ran:
-                level = self.policy.level(request.key)
+            if request.preemptions and key not in self._ran:
+                level = self.policy.level(key)
                 detail = f"after {waited_s:.3f} s"
-                request.note(Change(key=request.key, what="resumed", at_s=now_s, level=level, detail=detail))
-        self._ran = running
+                request.note(Change(key=key, what="resumed", at_s=now_s, level=level, detail=detail))
+        self._ran = set(running)
 
     def ran(self, work: Sequence[Work], seconds: float, now_s: float) -> None:
         """They were computed in a step of so many seconds that ends now."""
-        rows = [item.key for item in work if len(item.slice.token_ids) == 1]
+        rows = [item.key for item in work if len(item.slice.token_ids) == 1 and self.requests[item.key].generated]
         row_s = seconds
         if len(rows) < len(work):
             row_s = min(seconds, self.step_s(rows))
@@ -101,9 +101,12 @@ class Order:
             self.policy.measured(row_s)
             self.policy.ran(rows, row_s, now_s)
         for item in work:
-            self.requests[item.key].ran_s = now_s
-            if (tokens := len(item.slice.token_ids)) > 1:
-                self.policy.ran([item.key], chunk_s(self.latency().prefill, item.slice, seconds), now_s, tokens=tokens)
+            request, tokens = self.requests[item.key], len(item.slice.token_ids)
+            request.ran_s = now_s
+            if tokens > 1 or not request.generated:
+                own_s = chunk_s(self.latency().prefill, item.slice, seconds)
+                first = item.slice.wants_logits and not request.generated
+                self.policy.ran([item.key], own_s, now_s, tokens=tokens, first=first)
         self._note_changes()
 
     def stuck(self) -> bool:

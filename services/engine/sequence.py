@@ -61,14 +61,15 @@ class TokenSequence:
 
     def next_slice(self, limit_tokens: int) -> Slice:
         """The next at most `limit_tokens` pending tokens. Logits are wanted when they reach the end of the sequence."""
-        if limit_tokens < 1 or self.pending < 1:
+        begin, known = self.computed, len(self.token_ids)
+        end = min(begin + limit_tokens, known)
+        if end <= begin:
             raise ValueError(f"nothing to slice: {self.pending} tokens pending, limit {limit_tokens}")
-        end = min(self.computed + limit_tokens, len(self.token_ids))
         return Slice(
-            token_ids=tuple(self.token_ids[self.computed : end]),
-            start=self.computed,
+            token_ids=tuple(self.token_ids[begin:end]),
+            start=begin,
             blocks=tuple(self.blocks),
-            wants_logits=end == len(self.token_ids),
+            wants_logits=end == known,
         )
 
     def advance(self, tokens: int) -> None:

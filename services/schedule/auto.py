@@ -92,10 +92,12 @@ class Auto:
             self._look()
         return self._policy.choose(batch, now_s)
 
-    def ran(self, keys: Iterable[str], seconds: float, now_s: float, *, tokens: int = 1, steps: int = 1) -> None:
+    def ran(
+        self, keys: Iterable[str], seconds: float, now_s: float, *, tokens: int = 1, steps: int = 1, first: bool = False
+    ) -> None:
         """See Policy."""
         keys = list(keys)
-        self._mlfq.ran(keys, seconds, now_s, tokens=tokens, steps=steps)
+        self._mlfq.ran(keys, seconds, now_s, tokens=tokens, steps=steps, first=first)
         if tokens > steps:
             self._prompts_s += seconds
         else:

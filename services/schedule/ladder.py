@@ -3,12 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
+
+from services.schedule.policy import Job
 
 LEVELS: Final = 16
 """The last one's quantum is 32,768 steps: longer than any answer."""
 MEMORY: Final = 16.0
 """About how many measurements make up q₀."""
+
+
+@dataclass(slots=True)
+class Place:
+    """Where a request is."""
+
+    job: Job
+    patience_s: float  # how long it waits before it is promoted
+    level: int = 0
+    due_s: float = 0.0  # when it is to be promoted, as it was known when it last ran, or arrived
+    used_s: float = 0.0  # of its level's quantum
+    tokens: int = 0  # computed so far
+    began: bool = False  # its first step is over, or counts like any other
+
+    def wait(self, now_s: float, quantum_s: float) -> None:
+        """From now on it waits. In time for its deadline is as long before as what is left takes in steps of q₀."""
+        self.due_s = now_s + self.patience_s
+        if (deadline_s := self.job.deadline_s) is not None:
+            left = max(1, self.job.most_tokens - self.tokens)
+            self.due_s = min(self.due_s, deadline_s - left * quantum_s)
 
 
 class Ladder:

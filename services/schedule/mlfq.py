@@ -2,8 +2,10 @@
 
 Levels       level i, from 0 at the top, has the quantum qᵢ = 2ⁱ·q₀, q₀ being the measured time of a decode step
              (`ladder`). A request runs one step in level 0, and in level i as many as come nearest to qᵢ.
-Skip-join    a request joins at the first level whose quantum is at least its predicted first step's time.
-             `mlfq-naive` lets everybody join at the top.
+Skip-join    a request joins at the first level whose quantum is at least its predicted first step's time. That step is
+             one even if it is computed in chunks: below the top, it is not demoted for them. Afterwards a request goes
+             on in level 1, like one that had its first step at the top: how long its prompt was says nothing about
+             its answer. `mlfq-naive` has none of this, and everybody joins at the top.
 Demotion     when the quantum is used up, one level down with used time 0; not from the last level, and not while its
              tenant is behind its share (`shares`): then it goes to the end of the top again.
 Promotion    when it has waited for the starvation limit α, to the end of the top with used time 0.
@@ -28,11 +30,10 @@ With several tenants let n of the L be its own: Σₖ(wₖ·n ÷ w + 1) + n − 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from services.schedule.due import Due
-from services.schedule.ladder import LEVELS, Ladder
+from services.schedule.ladder import LEVELS, Ladder, Place
 from services.schedule.policy import MANY, Change, Job, Next
 from services.schedule.shares import Level, Shares
 
@@ -40,16 +41,6 @@ STARVATION_S: Final = 1.0
 """α. The paper has 0.3 s; in simulation 1 s costs nothing in mean completion, and under overload short answers, which
 share the top with those that starve, come out a third sooner for each token.
 """
-
-
-@dataclass(slots=True)
-class _Place:
-    job: Job
-    patience_s: float  # how long it waits before it is promoted
-    level: int = 0
-    due_s: float = 0.0  # when it is to be promoted, as it was known when it last ran, or arrived
-    used_s: float = 0.0  # of its level's quantum
-    tokens: int = 0  # computed so far
 
 
 class Mlfq:
@@ -62,7 +53,7 @@ class Mlfq:
         self._ladder = Ladder(step_s)
         self._starvation_s = starvation_s
         self._skip_join = skip_join
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, Place] = {}
         self._levels = [Level() for _ in range(LEVELS)]
         self._shares = Shares()
         self._due = Due(lambda key: self._places[key].due_s)
@@ -88,8 +79,9 @@ class Mlfq:
         """See Policy."""
         if job.key in self._places:
             raise ValueError(f"{job.key!r} is queued already")
-        place = self._places[job.key] = _Place(job=job, patience_s=self._starvation_s / 2.0**job.priority)
-        self._wait(place, now_s)
+        patience_s = self._starvation_s / 2.0**job.priority
+        place = self._places[job.key] = Place(job=job, patience_s=patience_s, began=not self._skip_join)
+        place.wait(now_s, self._ladder.quantum_s)
         self._shares.join(job.tenant, job.weight)
         self._enter(place, self._ladder.entry_level(job.first_step_s) if self._skip_join else 0)
 
@@ -107,22 +99,30 @@ class Mlfq:
         self._chosen = chosen
         return chosen
 
-    def ran(self, keys: Iterable[str], seconds: float, now_s: float, *, tokens: int = 1, steps: int = 1) -> None:
+    def ran(
+        self, keys: Iterable[str], seconds: float, now_s: float, *, tokens: int = 1, steps: int = 1, first: bool = False
+    ) -> None:
         """See Policy."""
-        step_s = seconds / steps
+        step_s, prompt = seconds / steps, tokens > steps
         for key in keys:
             place = self._places[key]
             place.used_s += seconds
             place.tokens += tokens
-            self._wait(place, now_s)
+            place.wait(now_s, self._ladder.quantum_s)
             self._shares.serve(place.job.tenant, tokens)
-            if self._ladder.left_s(place.level, place.used_s, step_s) < 0:
-                self._demote(place, step_s, now_s)
+            if first and not place.began:
+                place.began = True
+                self._lower(place, 1, 0.0, now_s, "began")
+                continue
+            place.began = place.began or not prompt
+            if (place.began or not place.level) and self._ladder.left_s(place.level, place.used_s, step_s) < 0:
+                level, used_s = self._ladder.demoted(place.level, place.used_s, step_s)
+                self._lower(place, level, used_s, now_s, "demoted")
 
     def finish(self, key: str, *, completed: bool = True) -> None:
         """See Policy."""
         place = self._places.pop(key)
-        self._levels[place.level].leave(key)
+        self._levels[place.level].remove(key)
         self._shares.leave(place.job.tenant)
         self._due.discard(key)
 
@@ -147,18 +147,19 @@ class Mlfq:
             line += level.first(limit - len(line))
         times = dict(zip(line, self.enst_s(line, batch, now_s), strict=True))
         until_s = now_s + max(times.values(), default=0.0)
-        due = [key for _, key in self._due.soonest(limit, until_s) if key not in times]
+        due = [key for key in self._due.soonest(limit, until_s) if key not in times]
         times |= zip(due, self.enst_s(due, batch, now_s), strict=True)
-        return [Next(key=key, enst_s=times[key]) for key in sorted(times, key=times.__getitem__)[:limit]]
+        return [Next(key, times[key]) for key in sorted(times, key=times.__getitem__)[:limit]]
 
     def enst_s(self, keys: Iterable[str], batch: int, now_s: float) -> Sequence[float]:
         """See Policy: min(time to promotion, its level's (`Ladder.enst_s`)). What was chosen to run now has 0."""
-        of_level, places = self._ladder.enst_s(self.levels(), batch), self._places
-        chosen = set(self._chosen)
-        return [
-            0.0 if key in chosen else max(0.0, min((one := places[key]).due_s - now_s, of_level[one.level]))
-            for key in keys
-        ]
+        of_level, places, chosen = self._ladder.enst_s(self.levels(), batch), self._places, set(self._chosen)
+        times = []
+        for key in keys:
+            place = places[key]
+            due_s, level_s = place.due_s - now_s, of_level[place.level]
+            times.append(0.0 if key in chosen or due_s < 0 else due_s if due_s < level_s else level_s)
+        return times
 
     def level(self, key: str) -> int:
         """See Policy."""
@@ -173,29 +174,21 @@ class Mlfq:
         changes, self._changes = self._changes, []
         return changes
 
-    def _wait(self, place: _Place, now_s: float) -> None:
-        """From now on it waits."""
-        place.due_s = now_s + place.patience_s
-        if (deadline_s := place.job.deadline_s) is not None:
-            left = max(1, place.job.most_tokens - place.tokens)
-            place.due_s = min(place.due_s, deadline_s - left * self.quantum_s)
-
-    def _demote(self, place: _Place, step_s: float, now_s: float) -> None:
+    def _lower(self, place: Place, level: int, used_s: float, now_s: float, what: str) -> None:
         if self._shares.behind(place.job.tenant):
             self._move(place, 0, now_s, "kept")
             return
-        level, used_s = self._ladder.demoted(place.level, place.used_s, step_s)
-        self._move(place, level, now_s, "demoted")
+        self._move(place, level, now_s, what)
         place.used_s = used_s
 
-    def _move(self, place: _Place, level: int, now_s: float, what: str) -> None:
-        self._levels[place.level].leave(place.job.key)
+    def _move(self, place: Place, level: int, now_s: float, what: str) -> None:
+        self._levels[place.level].remove(place.job.key)
         self._enter(place, level)
-        self._changes.append(Change(key=place.job.key, what=what, at_s=now_s, level=level))
+        self._changes.append(Change(place.job.key, what, now_s, level))
 
-    def _enter(self, place: _Place, level: int) -> None:
+    def _enter(self, place: Place, level: int) -> None:
         job = place.job
         place.level, place.used_s = level, 0.0
         self._levels[level].enter(job.key, tenant=job.tenant, weight=job.weight, priority=job.priority)
         if level:
-            self._due.add(job.key)
+            self._due.add(job.key, place.due_s)

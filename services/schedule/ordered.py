@@ -38,7 +38,9 @@ class Ordered:
         """See Policy."""
         return self._queue.first(batch)
 
-    def ran(self, keys: Iterable[str], seconds: float, now_s: float, *, tokens: int = 1, steps: int = 1) -> None:
+    def ran(
+        self, keys: Iterable[str], seconds: float, now_s: float, *, tokens: int = 1, steps: int = 1, first: bool = False
+    ) -> None:
         """See Policy."""
         if not self._shrinks:
             return
@@ -62,12 +64,12 @@ class Ordered:
     def upcoming(self, limit: int, batch: int, now_s: float) -> Sequence[Next]:
         """See Policy."""
         keys = self._queue.first(limit)
-        return [Next(key=key, enst_s=place // batch * self._step_s) for place, key in enumerate(keys)]
+        return [Next(key, place // batch * self._step_s) for place, key in enumerate(keys)]
 
     def enst_s(self, keys: Iterable[str], batch: int, now_s: float) -> Sequence[float]:
         """See Policy; infinite beyond the next SIGHT batches."""
-        seen = {one.key: one.enst_s for one in self.upcoming(SIGHT * batch, batch, now_s)}
-        return [seen[key] if key in seen else self._beyond(key) for key in keys]
+        places = {key: place for place, key in enumerate(self._queue.first(SIGHT * batch))}
+        return [places[key] // batch * self._step_s if key in places else self._beyond(key) for key in keys]
 
     def level(self, key: str) -> int:
         """See Policy: there is one."""

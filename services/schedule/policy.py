@@ -38,7 +38,7 @@ class Change(NamedTuple):
     """Something worth a log line, a span event or a counter happened to a request, or (key empty) to the policy."""
 
     key: str
-    what: str  # "demoted", "promoted", "kept" (at the top, its tenant being behind), "mode"
+    what: str  # "began" (to decode), "demoted", "promoted", "kept" (at the top, its tenant being behind), "mode"
     at_s: float
     level: int = 0  # the new one; 0 is the top
     detail: str = ""
@@ -71,9 +71,12 @@ class Policy(Protocol):
         """The requests of the next step, best first; at most `batch`, and fewer only when fewer live."""
         ...
 
-    def ran(self, keys: Iterable[str], seconds: float, now_s: float, *, tokens: int = 1, steps: int = 1) -> None:
+    def ran(
+        self, keys: Iterable[str], seconds: float, now_s: float, *, tokens: int = 1, steps: int = 1, first: bool = False
+    ) -> None:
         """Each of the keys ran `steps` equal steps that ended at `now_s`, is charged `seconds` in all for them, and
-        got `tokens` tokens computed in all. Keys that ended in the step are told too, before `finish`.
+        got `tokens` tokens computed in all: of its prompt, if those are more than the steps. `first`: that was the last
+        of its prompt, and it has its first token. Keys that ended in the step are told too, before `finish`.
         """
         ...
 

@@ -1,12 +1,14 @@
 """A queue of keys in order of rank, equal ranks in order of entry: what every policy keeps its requests in.
 
-Its front is a sorted list, the rest a heap, so that a step touches what it takes and O(log n) for what enters or
-leaves, however many wait.
+Its front is a sorted list. What enters behind it in order, as nearly all of a feedback queue's level does, is a line;
+only the rest is a heap. So a step touches what it takes and O(1) for what enters or leaves, at worst O(log n), however
+many wait.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import deque
 from heapq import heapify, heappop, heappush
 from typing import Final
 
@@ -17,11 +19,12 @@ _Entry = tuple[float, int, str]
 
 
 class RankedQueue:
-    """Smallest rank first. Removed entries stay in the heap until they come up or outnumber the others."""
+    """Smallest rank first. Entries removed from line and heap stay there until they come up or outnumber the others."""
 
     def __init__(self) -> None:
-        self._front: list[_Entry] = []  # sorted; no live entry of the rest is smaller than its last
-        self._rest: list[_Entry] = []
+        self._front: list[_Entry] = []  # sorted; no live entry of line and heap is smaller than its last
+        self._line: deque[_Entry] = deque()  # sorted, too
+        self._heap: list[_Entry] = []
         self._entries: dict[str, _Entry] = {}
         self._entered = 0
 
@@ -37,21 +40,25 @@ class RankedQueue:
             raise ValueError(f"{key!r} is queued already")
         self._entered += 1
         self._entries[key] = entry = (rank, self._entered, key)
-        if self._front and entry < self._front[-1]:
-            insort(self._front, entry)
-        elif not self._rest and len(self._front) < FRONT:
-            self._front.append(entry)
+        front, line = self._front, self._line
+        if front and entry < front[-1]:
+            insort(front, entry)
+        elif not line and not self._heap and len(front) < FRONT:
+            front.append(entry)
+        elif not line or entry > line[-1]:
+            line.append(entry)
         else:
-            heappush(self._rest, entry)
+            heappush(self._heap, entry)
 
     def remove(self, key: str) -> None:
         """KeyError when it is not here."""
         entry = self._entries.pop(key)
         if self._front and entry <= self._front[-1]:
             del self._front[bisect_left(self._front, entry)]
-        elif len(self._rest) > 2 * len(self._entries) + FRONT:
-            self._rest = [one for one in self._rest if self._entries.get(one[2]) is one]
-            heapify(self._rest)
+        elif len(self._line) + len(self._heap) > 2 * len(self._entries) + FRONT:
+            self._line = deque(filter(self._lives, self._line))
+            self._heap = list(filter(self._lives, self._heap))
+            heapify(self._heap)
 
     def rank(self, key: str) -> float:
         """KeyError when it is not here."""
@@ -59,8 +66,12 @@ class RankedQueue:
 
     def first(self, count: int) -> list[str]:
         """The first `count` keys, or all."""
-        while len(self._front) < count and self._rest:
-            entry = heappop(self._rest)
-            if self._entries.get(entry[2]) is entry:
-                self._front.append(entry)
-        return [entry[2] for entry in self._front[:count]]
+        front, line, heap = self._front, self._line, self._heap
+        while len(front) < count and (line or heap):
+            entry = line.popleft() if not heap or (line and line[0] < heap[0]) else heappop(heap)
+            if self._lives(entry):
+                front.append(entry)
+        return [key for _, _, key in front[:count]]
+
+    def _lives(self, entry: _Entry) -> bool:
+        return self._entries.get(entry[2]) is entry

@@ -82,16 +82,13 @@ class Shares:
         return self._fair - account.served > SLACK_TOKENS / account.weight
 
 
-class Level:
+class Level(RankedQueue):
     """One level of a feedback queue: its requests in order of their tags."""
 
     def __init__(self) -> None:
-        self._queue = RankedQueue()
+        super().__init__()
         self._clock = 0.0
         self._finish: dict[str, float] = {}  # of tenants ahead of the clock
-
-    def __len__(self) -> int:
-        return len(self._queue)
 
     def enter(self, key: str, *, tenant: str, weight: float, priority: int) -> None:
         """Takes its place behind its tenant's others, or for a priority as many quanta ahead of it."""
@@ -99,21 +96,13 @@ class Level:
         self._finish[tenant] = tag + 1.0 / weight
         if priority:
             tag -= LEAD_QUANTA * priority / weight
-        self._queue.add(key, tag)
-        if len(self._finish) > 2 * len(self._queue) + 64:
+        self.add(key, tag)
+        if len(self._finish) > 2 * len(self) + 64:
             self._finish = {name: finish for name, finish in self._finish.items() if finish > self._clock}
-
-    def leave(self, key: str) -> None:
-        """KeyError when it is not here."""
-        self._queue.remove(key)
 
     def serve(self, count: int) -> list[str]:
         """The first `count`, in order, which are served now: the clock moves to the last one's tag."""
-        keys = self._queue.first(count)
+        keys = self.first(count)
         if keys:
-            self._clock = max(self._clock, self._queue.rank(keys[-1]))
+            self._clock = max(self._clock, self.rank(keys[-1]))
         return keys
-
-    def first(self, count: int) -> list[str]:
-        """The same without serving them."""
-        return self._queue.first(count)

@@ -254,14 +254,15 @@ class Simulation:
         """A chunk is charged what it would take by itself: rows beside a long prompt have not used so much time."""
         for key, one, count in step.chunks:
             own_s = self._machine.prefill.step_s(tokens=count, squares=count * (2 * one.context + count))
-            self._policy.ran([key], own_s, self._now_s, tokens=count)
-            self._tokens += count
             one.pending -= count
             one.context += count
+            first = not one.pending and one.record.first_token_s < 0
+            self._policy.ran([key], own_s, self._now_s, tokens=count, first=first)
+            self._tokens += count
             if one.pending:
                 continue
             one.left -= 1
-            if one.record.first_token_s < 0:
+            if first:
                 one.record.first_token_s = self._now_s
             if not one.left:
                 self._end(key, one)

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from loadtest.__main__ import main
 from loadtest.schedule_costs import LIVE, costs, costs_table, decisions
 from loadtest.schedule_report import rows_of, tables
-from loadtest.schedule_runs import ALONE, COMPARED, Cell, Run, cells, run, saturation
+from loadtest.schedule_runs import ALONE, CHUNKED, COMPARED, Cell, Run, cells, run, saturation
 from loadtest.workloads import synthetic
 from services.simulation.machine import Machine
 
@@ -31,6 +31,14 @@ def test_every_case_is_run_first_come_first_served_too() -> None:
     assert {cell.batch for cell in made} == {16, 64, 128, 256}
     assert {cell.swap for cell in made if cell.kv_limited} == {"proactive", "reactive", "recompute"}
     assert {cell.mode for cell in made if cell.workload == "skewed"} == {"aggregated", "decode-only"}
+
+
+def test_long_prompts_come_whole_and_in_chunks() -> None:
+    modes = {cell.mode for cell in cells(synthetic(), quick=False) if cell.workload == "half-long"}
+    assert modes == {"aggregated", CHUNKED}
+    case = Cell(workload="half-long", mode="aggregated", load=0.3, count=60)
+    whole, chunks = (run(replace(case, mode=mode), NAMED["half-long"], 0).values for mode in ("aggregated", CHUNKED))
+    assert chunks["ttft_s"] > whole["ttft_s"]
 
 
 def test_quick_is_less_of_the_same() -> None:

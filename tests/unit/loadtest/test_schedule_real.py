@@ -14,7 +14,7 @@ from loadtest.__main__ import main
 from loadtest.client import Measured
 from loadtest.schedule_modes import BATCH, MODES, SCALE, Live, Mode, planned, skip_join_gain, values
 from loadtest.schedule_real import Say, watched
-from loadtest.schedule_runs import Cell, Run, saturation
+from loadtest.schedule_runs import CHUNKED, Cell, Run, saturation
 from loadtest.workloads import synthetic
 from services.engine.plan import Slice
 from services.engine.sampling_spec import SamplingSpec
@@ -132,8 +132,13 @@ def one_run(policy: str, seed: int, jct_s: float, *, mode: str = "aggregated") -
 def test_the_gain_of_skip_join_is_a_median_over_seeds_that_both_ran() -> None:
     naive = [one_run("mlfq-naive", seed, jct_s) for seed, jct_s in enumerate((3.0, 8.0, 2.0))]
     skip = [one_run("mlfq", seed, 2.0) for seed in (0, 1, 2, 3)]
-    gain = "aggregated, mlfq-naive ÷ mlfq: mean completion 1.50, latency per token 1.50 (median of 3)"
+    gain = "aggregated, load 1, mlfq-naive ÷ mlfq: mean completion 1.50, latency per token 1.50 (median of 3)"
     assert skip_join_gain([*naive, *skip]) == gain
+    chunks = [one_run(policy, 0, jct_s, mode=CHUNKED) for policy, jct_s in (("mlfq", 1.0), ("mlfq-naive", 2.0))]
+    assert skip_join_gain([*chunks, *naive, *skip]).splitlines() == [
+        gain,
+        "aggregated, chunks, load 1, mlfq-naive ÷ mlfq: mean completion 2.00, latency per token 2.00 (median of 1)",
+    ]
     assert skip_join_gain(skip) == ""
     assert skip_join_gain([one_run("mlfq", 0, 2.0, mode="disaggregated")]) == ""
 

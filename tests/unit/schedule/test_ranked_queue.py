@@ -38,7 +38,7 @@ def test_removed_entries_do_not_pile_up() -> None:
         queue.add(str(index), -index)
         queue.add(f"far {index}", 1e9)
         queue.remove(f"far {index}")
-    assert len(queue._front) + len(queue._rest) <= 3 * len(queue) + 2 * FRONT
+    assert len(queue._front) + len(queue._line) + len(queue._heap) <= 3 * len(queue) + 2 * FRONT
 
 
 @given(st.lists(st.tuples(st.sampled_from("are"), st.integers(0, 5), st.integers(0, 12)), max_size=120))

@@ -39,7 +39,7 @@ def test_twice_the_weight_is_twice_the_share() -> None:
 def test_who_was_away_gets_no_more_than_who_was_not() -> None:
     made = level(*((f"a{i}", "a", 1.0) for i in range(100)))
     for key in made.serve(50):
-        made.leave(key)
+        made.remove(key)
     for i in range(20):
         made.enter(f"b{i}", tenant="b", weight=1.0, priority=0)
     assert Counter(key[0] for key in made.first(20)) == {"a": 10, "b": 10}
@@ -61,7 +61,7 @@ def test_no_more_requests_of_others_pass_one_than_is_promised(
         waiting[key], passed[key] = tenant, Counter()
         ahead[key] = sum(other == tenant for other in waiting.values())
         for done in made.serve(served):
-            made.leave(done)
+            made.remove(done)
             whose = waiting.pop(done)
             for other in waiting:
                 passed[other][whose] += 1
