@@ -26,6 +26,7 @@ class TransferValues(TypedDict):
     duration_s: float
     exposed_s: float
     gigabytes_per_second: float
+    encoding: str
 
 
 class TurnValues(TypedDict):
@@ -89,6 +90,7 @@ def _transfer_values(report: request_pb2.TransferReport) -> TransferValues:
         duration_s=to_seconds(report.duration),
         exposed_s=to_seconds(report.exposed),
         gigabytes_per_second=report.gigabytes_per_second,
+        encoding=report.encoding,
     )
 
 
@@ -134,8 +136,9 @@ def _prefill_detail(usage: request_pb2.Usage, phases: PhaseValues) -> str:
 
 
 def _transfer_detail(transfer: TransferValues) -> str:
+    encoded = "" if transfer["encoding"] in ("", "plain") else f" as {transfer['encoding']}"
     return (
-        f"{transfer['bytes']:,} B in {_count(transfer['pieces'], 'piece')} over {transfer['transport']}, "
+        f"{transfer['bytes']:,} B in {_count(transfer['pieces'], 'piece')} over {transfer['transport']}{encoded}, "
         f"{transfer['gigabytes_per_second']:.3f} GB/s, {_ms(transfer['exposed_s'])} exposed"
     )
 

@@ -130,6 +130,7 @@ def to_report(arrived: Arrived) -> request_pb2.TransferReport:
         duration=to_duration(arrived.duration_s),
         exposed=to_duration(arrived.exposed_s),
         gigabytes_per_second=arrived.gigabytes_per_second,
+        encoding=arrived.encoding,
     )
 
 

@@ -287,6 +287,7 @@ def _transfer(report: request_pb2.TransferReport) -> p.Transfer:
         duration_s=to_seconds(report.duration),
         exposed_s=to_seconds(report.exposed),
         gigabytes_per_second=report.gigabytes_per_second,
+        encoding=report.encoding,
     )
 
 

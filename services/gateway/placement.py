@@ -86,6 +86,7 @@ class Transfer:
     duration_s: float
     exposed_s: float
     gigabytes_per_second: float
+    encoding: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -175,6 +175,7 @@ def _phases(phases: placement.Phases) -> request_pb2.Phases:
                 duration=to_duration(transfer.duration_s),
                 exposed=to_duration(transfer.exposed_s),
                 gigabytes_per_second=transfer.gigabytes_per_second,
+                encoding=transfer.encoding,
             )
         )
     if (turns := phases.turns) is not None:

@@ -74,7 +74,7 @@ def answer(texts: Sequence[str]) -> list[gateway_pb2.GenerateResponse]:
     transfer = request_pb2.TransferReport(
         bytes=23040, pieces=3, transport="ucx", duration=to_duration(0.02), exposed=to_duration(0.004)
     )
-    transfer.gigabytes_per_second = 0.5
+    transfer.gigabytes_per_second, transfer.encoding = 0.5, "int8"
     phases = request_pb2.Phases(
         queue=to_duration(0.001),
         prefill_compute=to_duration(0.25),
@@ -102,7 +102,7 @@ def test_generate_streams_the_text_to_stdout_and_the_phases_to_stderr(mesh: Mesh
     result = run("generate", "What?", "--grpc", mesh.address)
     assert result.exit_code == 0, result.output
     assert result.stdout == "The capital is Paris.\n"
-    for words in ("23,040 B in 3", "ucx", "0.500 GB/s", "300.0 ms", "prefill-0"):
+    for words in ("23,040 B in 3", "ucx as int8", "0.500 GB/s", "300.0 ms", "prefill-0"):
         assert words in result.stderr.replace("\n", " ")
 
 
@@ -148,6 +148,7 @@ def test_generate_json_is_one_line_with_text_usage_and_phases(mesh: Mesh) -> Non
         "duration_s": 0.02,
         "exposed_s": 0.004,
         "gigabytes_per_second": 0.5,
+        "encoding": "int8",
     }
     assert (phases["first_token_s"], phases["tokenize_s"], phases["placements"]) == (0.3, None, 1)
 

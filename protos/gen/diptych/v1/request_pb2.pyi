@@ -259,6 +259,7 @@ class TransferReport(_message.Message):
     DURATION_FIELD_NUMBER: _builtins.int
     EXPOSED_FIELD_NUMBER: _builtins.int
     GIGABYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    ENCODING_FIELD_NUMBER: _builtins.int
     bytes: _builtins.int
     """KV bytes that arrived over the transport, counted at the receiver. 0 when nothing moved (local prefill)."""
     pieces: _builtins.int
@@ -267,6 +268,8 @@ class TransferReport(_message.Message):
     """Transport in use, for example "ucx" or "memory"."""
     gigabytes_per_second: _builtins.float
     """Bytes over the time during which pieces were on the wire, in GB/s (1e9)."""
+    encoding: _builtins.str
+    """How the KV was written on its way: "plain", "int8" or "fp8". What is not plain came in fewer bytes, rounded."""
     @_builtins.property
     def duration(self) -> _duration_pb2.Duration:
         """From the first piece asked for to the last one scattered; overlaps prefill."""
@@ -284,10 +287,11 @@ class TransferReport(_message.Message):
         duration: _duration_pb2.Duration | None = ...,
         exposed: _duration_pb2.Duration | None = ...,
         gigabytes_per_second: _builtins.float = ...,
+        encoding: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["duration", b"duration", "exposed", b"exposed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "duration", b"duration", "exposed", b"exposed", "gigabytes_per_second", b"gigabytes_per_second", "pieces", b"pieces", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "duration", b"duration", "encoding", b"encoding", "exposed", b"exposed", "gigabytes_per_second", b"gigabytes_per_second", "pieces", b"pieces", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
