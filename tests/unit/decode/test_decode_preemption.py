@@ -37,7 +37,7 @@ class Shuffled(Ordered):
     """A policy whose choice has nothing to do with the one before."""
 
     def __init__(self, seed: int) -> None:
-        super().__init__("shuffled", lambda job: 0.0)
+        super().__init__("shuffled", lambda job, now_s: 0.0)
         self.random = random.Random(seed)
 
     def choose(self, batch: int, now_s: float) -> Sequence[str]:
