@@ -147,8 +147,8 @@ class Machine:
 
 
 def _in_short(summary: Summary) -> str:
-    quiet, loaded = summary.quiet.p50_s or 0.0, summary.loaded.p99_s or 0.0
-    return f"quiet p50 {quiet * 1e3:.1f} ms, loaded p99 {loaded * 1e3:.1f} ms"
+    values = {"quiet p50": summary.quiet.p50_s, "loaded p99": summary.loaded.p99_s}
+    return ", ".join(f"{name} {value_s * 1e3:.1f} ms" for name, value_s in values.items() if value_s is not None)
 
 
 @click.command()
