@@ -30,6 +30,9 @@ from services.rpc.convert import to_ref
 
 AT_A_TIME: Final = 4
 SAMPLES: Final = 50
+TOLD_EVERY: Final = 5
+"""Samples."""
+
 RECEIVER_B: Final = 200.0
 SENDER_B: Final = 500.0
 _LIMIT_S: Final = 30.0
@@ -120,6 +123,8 @@ class _Pulls:
             if self._done % max(1, self._transfers // SAMPLES) == 0:
                 self.ours.append(take(self._us, self._done))
                 self.theirs.append(take(self._peer.process, self._done))
+                if len(self.ours) % TOLD_EVERY == 0:
+                    click.echo(f"{self._done:,} of {self._transfers:,}", err=True)
 
 
 def _table(soaked: Soaked) -> Table:
