@@ -61,8 +61,8 @@ class WorkerConfig(ServiceConfig):
     schedule: str = setting(
         "auto",
         "Whose turn it is: fcfs, feedback queues (mlfq, mlfq-naive), strict priorities, or auto, which is fcfs until"
-        " queues and the spread of answers' lengths make feedback queues better; on prefill workers, shortest first, as"
-        " far as no prompt waits longer than eight times its own time for it.",
+        " queues and the spread of answers' lengths make feedback queues better; on prefill workers, shortest first,"
+        " but no prompt is passed by what comes later than eight times its own time after it.",
         choices=("auto", "fcfs", "mlfq", "mlfq-naive", "priority"),
     )
     tenant_weight: str = setting(
