@@ -2,9 +2,10 @@
 
     policy     the interface: `Job` in, keys out; `Change` for what is worth a log line; `Next` for what swaps look at
     catalog    policies by name: `policy_named("mlfq", step_s=…, starvation_s=…)`
-      fcfs, priority, srpt, shortest   one order over all requests (`ordered`)
+      fcfs, priority, srpt, shortest
+                              one order over all requests (`ordered`)
       mlfq                    skip-join feedback queues; without the skip it is mlfq-naive; the bound on waiting
-      auto                    fcfs or mlfq, by what it observes (`gain`)
+      auto                    fcfs (shortest for prompts) or mlfq, by what it observes (`gain`)
     ladder     quanta of levels, estimated next scheduled times
     shares     tenants: who is behind, and who is next inside a level
     ranked     a queue by rank, due: a queue by time; what a step costs

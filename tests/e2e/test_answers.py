@@ -13,8 +13,7 @@ from asking import LIMIT_S, ask, request, until_free, workers
 from diptych.v1 import gateway_pb2, gateway_pb2_grpc
 from meshes import Mesh, StartMesh, start
 from test_shared_prefixes import TINY_TOKEN_BYTES, prompt_of, whole_blocks
-from test_trace import caller
-from traces import Span, collecting
+from traces import Span, caller, collecting
 
 from services.gateway.request import answer_seed
 

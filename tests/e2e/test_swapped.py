@@ -11,8 +11,7 @@ import pytest
 from asking import Answer, ask, request, until_free, workers
 from diptych.v1 import gateway_pb2, request_pb2
 from meshes import Mesh, StartMesh, start
-from test_trace import caller
-from traces import Collector, Span, collecting
+from traces import Collector, Span, caller, collecting
 
 AT_ONCE = 8
 NEW_TOKENS = 120

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ import pytest
 from asking import ask, request, workers
 from diptych.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2
 from meshes import Mesh, start
-from traces import Collector, Span, collecting, tree
+from traces import Collector, Span, caller, collecting, tree
 
 PROMPT_TOKENS, NEW_TOKENS = 40, 6
 TOKEN_BYTES = 3 * 2 * 2 * 16 * 4  # of the tiny model: layers × {K, V} × heads × numbers × bytes
@@ -34,15 +33,6 @@ SERVICES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Caller:
-    """A caller's W3C context."""
-
-    trace_id: str
-    span_id: str
-    traceparent: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Traced:
     """A mesh that exports its spans, and where they and its log lines go."""
 
@@ -57,11 +47,6 @@ class Traced:
             assert time.monotonic() < deadline_s, f"no log line has {word!r}"
             time.sleep(0.05)
         return found
-
-
-def caller(*, sampled: bool = True) -> Caller:
-    trace_id, span_id = secrets.token_hex(16), secrets.token_hex(8)
-    return Caller(trace_id=trace_id, span_id=span_id, traceparent=f"00-{trace_id}-{span_id}-{sampled:02x}")
 
 
 @contextmanager

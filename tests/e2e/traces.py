@@ -1,7 +1,8 @@
-"""A receiver of OTLP over gRPC, and span trees as text: what the trace tests need."""
+"""A caller's context, a receiver of OTLP over gRPC, and span trees as text: what the trace tests need."""
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,21 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1 import trace_pb2
 
 Value = str | int | float | bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Caller:
+    """A caller's W3C context."""
+
+    trace_id: str
+    span_id: str
+    traceparent: str
+
+
+def caller(*, sampled: bool = True) -> Caller:
+    """A new one."""
+    trace_id, span_id = secrets.token_hex(16), secrets.token_hex(8)
+    return Caller(trace_id=trace_id, span_id=span_id, traceparent=f"00-{trace_id}-{span_id}-{sampled:02x}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,20 @@
+"""What a worker promises of memory for KV it has."""
+
+from __future__ import annotations
+
+import psutil
+from meshes import Mesh
+
+KV_BYTES = 512 << 20  # what --kv-mib is unless it is given
+
+
+def largest_mapping(process: psutil.Process) -> int:
+    """Bytes in memory of what the process has mapped most of."""
+    return max(mapping.rss for mapping in process.memory_maps(grouped=False))
+
+
+def test_workers_have_their_memory_for_kv_before_they_use_it(mesh: Mesh) -> None:
+    """The first write to a page would otherwise make a step wait."""
+    children = mesh.children()
+    for name in ("prefill-0", "decode-0"):
+        mesh.wait_for(lambda worker=children[name]: largest_mapping(worker) >= KV_BYTES)  # type: ignore[misc]
