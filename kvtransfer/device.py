@@ -185,8 +185,8 @@ class Arena:
         self.array: Final = self.backend.zeros(shape, ARRAY_TYPES[layout.dtype])
 
     def populate(self) -> bool:
-        """Commits the memory, beside whatever uses it (see huge_pages.populate): until then the first write to a block
-        may take milliseconds in every layer. False: the system cannot.
+        """Commits the memory (see huge_pages.populate): otherwise the first write to a block may take milliseconds in
+        every layer. False: the system cannot.
         """
         return self.backend.populate(self.array)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
-import time
 from typing import Final
 
 import numpy as np
@@ -35,18 +34,12 @@ def populate(memory: npt.NDArray[np.generic]) -> bool:
     """Has the system commit all pages of memory that `zeros` gave, and keeps what is in them: others may write to it
     meanwhile.
 
-    Clearing a huge page takes milliseconds, which otherwise whoever writes to it first has to wait. Uses half of a
-    core's time, without the GIL. False: the system cannot, or has not so much memory.
+    Clearing a huge page takes milliseconds, which otherwise whoever writes to it first has to wait. Runs without the
+    GIL. False: the system cannot, or has not so much memory.
     """
     advise = ctypes.CDLL(None).madvise
     advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    begin = memory.ctypes.data
-    for address in range(begin, begin + memory.nbytes, HUGE_PAGE_BYTES):
-        begin_s = time.monotonic()
-        if advise(address, min(HUGE_PAGE_BYTES, begin + memory.nbytes - address), _MADV_POPULATE_WRITE):
-            return False
-        time.sleep(time.monotonic() - begin_s)
-    return True
+    return not memory.nbytes or not advise(memory.ctypes.data, memory.nbytes, _MADV_POPULATE_WRITE)
 
 
 def page_aligned(count: int) -> npt.NDArray[np.uint8]:

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import sys
-import threading
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, Protocol, TypeVar, cast
@@ -126,7 +125,6 @@ async def serve(
         await store.connect()
         parts, executor = await _equip(config, identity, store, fault, weights, stack)
         keep_to_cores(other_cores)
-        _populate(parts.arena)
         part = assemble(parts)
         crash: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         thread = StepThread(
@@ -195,11 +193,16 @@ async def _equip(
     log.info("loading %s from %s", card.name, card.path)
     try:
         arena = Arena(layout, blocks, config.device)
-        runner = await asyncio.to_thread(open_runner, card, dtype=dtype, device=config.device, array=arena.array)
+        runner, committed = await asyncio.gather(
+            asyncio.to_thread(open_runner, card, dtype=dtype, device=config.device, array=arena.array),
+            asyncio.to_thread(arena.populate),
+        )
         await transport.start()
     except (EngineError, TransferError) as error:
         raise StartError(str(error)) from None
     log.info("%s is served by the %s path", card.name, runner.path)
+    if not committed:
+        log.info("the memory for KV is committed as it is used: the first writes to it take longer")
     stack.push_async_callback(transport.aclose)
     channels = Channels()
     stack.push_async_callback(channels.aclose)
@@ -226,16 +229,6 @@ async def _equip(
         weights=weights,
     )
     return parts, Executor(runner)
-
-
-def _populate(arena: Arena) -> None:
-    """Commits the memory of the KV while the worker starts to serve. Nobody waits for it."""
-
-    def run() -> None:
-        if not arena.populate():
-            log.info("the memory for KV is committed as it is used: first uses of it take longer")
-
-    threading.Thread(target=run, name="populate", daemon=True).start()
 
 
 def _transport(config: WorkerConfig, identity: Identity, fault: Fault) -> Transport:
