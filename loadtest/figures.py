@@ -1,86 +1,59 @@
-"""Two figures of a schedule run: what each schedule does as the load grows, and where feedback queues win and lose."""
+"""What the figures of load tests have in common. The only modules that import matplotlib, an extra, are `*_figure`s."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final, Literal
 
-from matplotlib import use
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+import click
 
-from loadtest.schedule_report import Row
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-COLORS: Final = {
-    "fcfs": "#777777",
-    "mlfq": "#0b6e99",
-    "mlfq-naive": "#7fb8d0",
-    "srpt-oracle": "#c9a227",
-    "auto": "#b5432e",
-}
+GREY: Final = "#777777"
+BLUE: Final = "#0b6e99"
+RED: Final = "#b5432e"
+GOLD: Final = "#c9a227"
+DPI: Final = 200
 
 
-def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Writes them as PNG and SVG into the folder, which is made; says where they are."""
-    use("Agg")
+def require_matplotlib() -> None:
+    """ClickException: it is not installed."""
+    if find_spec("matplotlib") is None:
+        raise click.ClickException("--plot needs matplotlib: pip install 'diptych[plots]'")
+
+
+def save(figure: Figure, folder: Path, name: str) -> list[Path]:
+    """Writes it as PNG and SVG into the folder, which is made, and says on stderr where it is."""
     folder.mkdir(parents=True, exist_ok=True)
-    plain = [row for row in rows if not row.cell.kv_limited and row.cell.batch == 16 and row.cell.policy in COLORS]
-    written = []
-    for name, figure in (("load", _over_load(plain)), ("workloads", _over_workloads(plain))):
-        for suffix in ("png", "svg"):
-            written.append(folder / f"schedule-{name}.{suffix}")
-            figure.savefig(written[-1], dpi=200, bbox_inches="tight")
+    written = [folder / f"{name}.{suffix}" for suffix in ("png", "svg")]
+    for path in written:
+        figure.savefig(path, dpi=DPI, bbox_inches="tight")
+        click.echo(f"drawn: {path}", err=True)
     return written
 
 
-def _over_load(rows: Sequence[Row]) -> Figure:
-    """Mean completion and latency per token of the first workload of the run, by load."""
-    first = rows[0].cell
-    lines: dict[str, list[Row]] = defaultdict(list)
-    for row in rows:
-        if (row.cell.workload, row.cell.mode) == (first.workload, first.mode):
-            lines[row.cell.policy].append(row)
-    figure = Figure(figsize=(11, 4.2))
-    panels = (("mean_jct_s", "mean completion (s)"), ("latency_per_token_s", "latency per token (s)"))
-    for place, (name, label) in enumerate(panels, start=1):
-        axes = figure.add_subplot(1, 2, place)
-        for policy, line in lines.items():
-            loads = [row.cell.load for row in line]
-            bars = [row.interval[name] for row in line]
-            axes.errorbar(
-                loads, [row.values[name] for row in line], bars, label=policy, color=COLORS[policy], capsize=3
-            )
-        _dress(axes, "load (share of saturation)", label)
-        axes.set_yscale("log")
-    figure.axes[0].legend(frameon=False)
-    figure.suptitle(f"{first.workload}, {first.mode}, batch {first.batch}")
-    return figure
-
-
-def _over_workloads(rows: Sequence[Row]) -> Figure:
-    """How many times better than first come, first served, at the load nearest to 1; below 1 it loses."""
-    load = min({row.cell.load for row in rows}, key=lambda one: abs(one - 1.0))
-    better: dict[str, dict[str, float]] = defaultdict(dict)
-    for row in rows:
-        if row.cell.load == load and row.better:
-            better[f"{row.cell.workload}\n{row.cell.mode}"][row.cell.policy] = row.better["mean_jct_s"]
-    figure = Figure(figsize=(max(8.0, 1.1 * len(better)), 4.2))
-    axes = figure.add_subplot()
-    for place, policy in enumerate(("mlfq", "auto", "srpt-oracle")):
-        places = [index + (place - 1) * 0.27 for index in range(len(better))]
-        heights = [values.get(policy, 0.0) for values in better.values()]
-        axes.bar(places, heights, width=0.25, label=policy, color=COLORS[policy])
-    axes.axhline(1.0, color=COLORS["fcfs"], linewidth=1)
-    axes.set_xticks(range(len(better)), list(better), fontsize=8)
-    _dress(axes, "", f"fcfs ÷ policy, mean completion, load {load:g}")
-    axes.legend(frameon=False)
-    return figure
-
-
-def _dress(axes: Axes, x: str, y: str) -> None:
+def dress(axes: Axes, *, x: str = "", y: str = "", grid: Literal["both", "x", "y"] = "y") -> None:
+    """Labels its axes, and takes away what says nothing."""
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", alpha=0.3)
+    axes.grid(axis=grid, alpha=0.3)
+
+
+def legend_above(figure: Figure, axes: Axes) -> None:
+    """One legend for panels that all show what `axes` shows."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
+
+
+def plain_ticks(axes: Axes, axis: str) -> None:
+    """1, 2, 5, 10, 20 … instead of powers, on a logarithmic axis."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    chosen = axes.xaxis if axis == "x" else axes.yaxis
+    chosen.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    chosen.set_minor_locator(NullLocator())
+    chosen.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

@@ -22,7 +22,8 @@ from typing import Final
 import click
 import httpx
 
-from loadtest.interference_report import Answer, Observed, Summary, figure, summarize, table
+from loadtest.figures import require_matplotlib
+from loadtest.interference_report import Answer, Observed, Summary, summarize, table
 from loadtest.peers import FIRST_ID, LAST_ID, LIMIT_S, Server, arrivals, server_at
 from services.cli.cores import plan_cores
 from services.cli.launch import launched
@@ -163,7 +164,7 @@ def _in_short(summary: Summary) -> str:
 @click.option("--budget", "budgets", multiple=True, type=click.IntRange(1), help="Chunks tried. Default: 64, 128, 256.")
 @click.option("--aggregated/--no-aggregated", default=True, show_default=True, help="Compare with aggregated meshes.")
 @click.option("--peer", default="", help="An OpenAI-compatible server, http://HOST:PORT.")
-@click.option("--plot", type=click.Path(file_okay=False, path_type=Path), help="Folder for interference.svg.")
+@click.option("--plot", type=click.Path(file_okay=False, path_type=Path), help="A folder for a figure (matplotlib).")
 @click.option("--json", "as_json", is_flag=True, help="One line of JSON instead of the table.")
 def interference(
     model: str,
@@ -182,6 +183,8 @@ def interference(
 ) -> None:
     """Gaps between tokens of short answers while long prompts arrive: disaggregated, aggregated, a peer."""
     load = Load(users=users, every_s=every_s, quiet_s=quiet_seconds, loaded_s=seconds)
+    if plot:
+        require_matplotlib()
     machine = Machine(cores=sorted(os.sched_getaffinity(0)), model=model, dtype=dtype)
     workers = sorted({1, len(machine.cores)})
     candidates = [
@@ -201,8 +204,9 @@ def interference(
         if (summary.long_first_token.p50_s or 0.0) > every_s:
             click.echo(f"{summary.name}: long prompts take longer than the {every_s:g} s between them", err=True)
     if plot:
-        plot.mkdir(parents=True, exist_ok=True)
-        (plot / "interference.svg").write_text(figure(runs), encoding="utf-8")
+        from loadtest.interference_figure import draw  # matplotlib is an extra
+
+        draw(runs, plot)
     if as_json:
         click.echo(json.dumps({"rows": [summary.as_dict() for summary in summaries]}))
     else:

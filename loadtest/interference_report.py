@@ -4,10 +4,8 @@ table's types.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from html import escape
-from math import log10
 from typing import Final
 
 from rich.table import Table
@@ -142,54 +140,3 @@ def table(summaries: Sequence[Summary]) -> Table:
 
 def _ms(*values_s: float | None) -> list[str]:
     return ["–" if value_s is None else f"{value_s * 1e3:,.1f}" for value_s in values_s]
-
-
-_WIDTH, _HEIGHT, _LEFT, _TOP, _PANEL = 960, 190, 64, 34, 120
-_BIN_S: Final = 0.1
-
-
-def figure(runs: Sequence[Observed]) -> str:
-    """An SVG: one panel for each server, the longest gap of each tenth of a second over time; lines: long prompts.
-
-    The scale is the same for all panels: milliseconds, logarithmic from 1 to 10,000.
-    """
-    height = _HEIGHT * len(runs) + 30
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" font-family="sans-serif"'
-    parts = [f'{head} font-size="12"><rect width="100%" height="100%" fill="white"/>']
-    for index, observed in enumerate(runs):
-        parts += _panel(observed, index * _HEIGHT + _TOP)
-    parts.append(f'<text x="{_LEFT}" y="{height - 10}">seconds; each grey line is a long prompt</text></svg>')
-    return "\n".join(parts)
-
-
-def _panel(observed: Observed, top: int) -> Iterable[str]:
-    def x(at_s: float) -> float:
-        return _LEFT + at_s / observed.end_s * (_WIDTH - _LEFT - 20)
-
-    def y(gap_s: float) -> float:
-        return top + _PANEL * (1 - _decades(gap_s) / 4)
-
-    yield f'<text x="{_LEFT}" y="{top - 8}" font-weight="bold">{escape(observed.name)}: longest gap, ms</text>'
-    for gap_s in (0.001, 0.01, 0.1, 1.0, 10.0):
-        yield f'<text x="{_LEFT - 8}" y="{y(gap_s) + 4:.1f}" text-anchor="end">{gap_s * 1e3:g}</text>'
-        yield _line(_LEFT, y(gap_s), _WIDTH - 20, y(gap_s), "#dddddd")
-    for answer in observed.answers:
-        if answer.long and answer.sent_s < observed.end_s:
-            yield _line(x(answer.sent_s), top, x(answer.sent_s), top + _PANEL, "#bbbbbb")
-    longest: dict[int, float] = {}
-    for gap in (*observed.gaps(loaded=False), *observed.gaps(loaded=True)):
-        at = int(gap.at_s / _BIN_S)
-        longest[at] = max(longest.get(at, 0.0), gap.gap_s)
-    points = " ".join(f"{x(at * _BIN_S):.1f},{y(gap_s):.1f}" for at, gap_s in sorted(longest.items()))
-    yield f'<polyline points="{points}" fill="none" stroke="#1f5fbf"/>'
-    for at_s in range(0, int(observed.end_s) + 1, 10):
-        yield f'<text x="{x(at_s):.1f}" y="{top + _PANEL + 16}" text-anchor="middle">{at_s}</text>'
-
-
-def _line(x1: float, y1: float, x2: float, y2: float, colour: str) -> str:
-    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{colour}"/>'
-
-
-def _decades(gap_s: float) -> float:
-    """log10 of milliseconds, within [0, 4]."""
-    return min(4.0, max(0.0, log10(max(gap_s, 1e-6) * 1e3)))

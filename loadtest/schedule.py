@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict
 from functools import lru_cache, partial
-from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -17,7 +14,9 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from loadtest.schedule_costs import LIVE, costs, costs_table, decisions
+from loadtest.figures import require_matplotlib
+from loadtest.schedule_costs import LIVE, Cost, costs, costs_table, decisions
+from loadtest.schedule_file import read, written
 from loadtest.schedule_modes import MODES, Live, skip_join_gain
 from loadtest.schedule_report import rows_of, tables
 from loadtest.schedule_runs import Cell, Run, cells, run
@@ -36,6 +35,12 @@ MODE_NAMES = tuple(mode.name for mode in MODES)
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="A folder with azure_2023_conv.csv and azure_2023_code.csv: their traffic, too.",
 )
+@click.option(
+    "--from",
+    "source",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="A file with what --json said once: shows that instead of running anything.",
+)
 @click.option("--real", is_flag=True, help="On live meshes with the real model instead.")
 @click.option("--mode", "modes", multiple=True, type=click.Choice(MODE_NAMES), help="Of --real, only this one.")
 @click.option("--policy", "policies", multiple=True, help="Of --real, only this one beside fcfs; may be repeated.")
@@ -51,6 +56,7 @@ def schedule(
     seeds: int,
     names: Sequence[str],
     traces: Path | None,
+    source: Path | None,
     real: bool,
     modes: Sequence[str],
     policies: Sequence[str],
@@ -68,70 +74,66 @@ def schedule(
     The whole run takes a quarter of an hour on two cores. --real sends the same traffic, shortened, to live meshes,
     about an hour long; Ctrl-C stops them and shows what there is by then.
     """
-    if real:
-        live = Live(
-            seeds=seeds,
-            first_seed=first_seed,
-            count=requests,
-            limit_s=minutes * 60,
-            model=model,
-            modes=modes,
-            policies=policies,
-        )
-        _live(live, as_json)
-        return
+    if plot:
+        require_matplotlib()
+    status = 0
+    spent: list[Cost] = []
     try:
-        workloads = _chosen(_every(traces), names)
+        if source:
+            runs, spent = read(source)
+        elif real:
+            live = Live(
+                seeds=seeds,
+                first_seed=first_seed,
+                count=requests,
+                limit_s=minutes * 60,
+                model=model,
+                modes=modes,
+                policies=policies,
+            )
+            runs, status = _live(live)
+        else:
+            workloads = _chosen(_every(traces), names)
+            sizes = LIVE[:3] if quick else LIVE
+            spent = [*costs(time.process_time, live=sizes), *decisions(time.process_time, live=sizes)]
+            runs = list(_runs(list(cells(workloads, quick=quick)), traces, min(seeds, 2) if quick else seeds, jobs))
     except ValueError as error:
         raise click.ClickException(str(error)) from None
-    if plot and find_spec("matplotlib") is None:
-        raise click.ClickException("--plot needs matplotlib: pip install 'diptych[plots]'")
-    seeds = min(seeds, 2) if quick else seeds
-    sizes = LIVE[:3] if quick else LIVE
-    spent = [*costs(time.process_time, live=sizes), *decisions(time.process_time, live=sizes)]
-    runs = list(_runs(list(cells(workloads, quick=quick)), traces, seeds, jobs))
-    rows = rows_of(runs)
     if as_json:
-        plain = {"rows": [row.as_dict() for row in rows], "costs": [asdict(one) for one in spent]}
-        click.echo(json.dumps(plain))
+        click.echo(written(runs, spent))
     else:
-        for table in (*tables(rows), costs_table(spent)):
-            table_console().print(table)
-        if gain := skip_join_gain(runs):
-            click.echo(gain)
+        _print(runs, spent)
     if plot:
-        from loadtest.figures import draw  # matplotlib is an extra
+        from loadtest.schedule_figure import draw  # matplotlib is an extra
 
-        for path in draw(rows, plot):
-            click.echo(f"drawn: {path}", err=True)
+        draw(rows_of(runs), plot)
+    if status:
+        raise SystemExit(status)
 
 
-def _live(live: Live, as_json: bool) -> None:
+def _print(runs: Sequence[Run], spent: Sequence[Cost]) -> None:
+    for table in (*tables(rows_of(runs)), *([costs_table(spent)] if spent else [])):
+        table_console().print(table)
+    if gain := skip_join_gain(runs):
+        click.echo(gain)
+
+
+def _live(live: Live) -> tuple[list[Run], int]:
+    """The runs that there are at the end, and the exit status."""
     from loadtest.schedule_real import live_runs  # starts meshes
 
     runs: list[Run] = []
-    status = 0
     try:
         runs.extend(live_runs(live, say=partial(click.echo, err=True)))  # what came before an error stays
         if not runs:
             raise ValueError("--minutes: too few for a single seed; --requests and --mode make it shorter")
     except (StartError, ValueError) as error:
         click.echo(f"error: {error}", err=True)
-        status = 1
+        return runs, 1
     except KeyboardInterrupt:
         click.echo("interrupted", err=True)
-        status = 130
-    rows = rows_of(runs)
-    if as_json:
-        seeds = [{**asdict(one.cell), "seed": one.seed, **one.values} for one in runs]
-        click.echo(json.dumps({"rows": [row.as_dict() for row in rows], "runs": seeds}))
-    else:
-        for table in tables(rows):
-            table_console().print(table)
-        if gain := skip_join_gain(runs):
-            click.echo(gain)
-    if status:
-        raise SystemExit(status)
+        return runs, 130
+    return runs, 0
 
 
 def _chosen(every: Mapping[str, Workload], names: Sequence[str]) -> Sequence[Workload]:

@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-from xml.etree import ElementTree
-
 import pytest
 
-from loadtest.interference_report import Answer, Observed, figure, gaps, summarize, table
+from loadtest.interference_report import Answer, Observed, gaps, summarize, table
 
 
 def answer(*arrivals_s: float, sent_s: float = 0.0, long: bool = False, tokens: int | None = None) -> Answer:
@@ -53,12 +51,3 @@ def test_a_run_without_gaps_has_no_numbers_and_does_not_hold() -> None:
     assert summary.loaded_p99_over_quiet_p50 is None
     assert not summary.holds
     assert table([summary]).row_count == 1
-
-
-def test_the_figure_has_a_panel_for_each_run_and_a_line_for_each_long_prompt() -> None:
-    with_long = observed(answer(1.0, 1.1, 12.0, 12.5), answer(12.0, sent_s=11.0, long=True))
-    root = ElementTree.fromstring(figure([with_long, observed(answer(1.0, 1.1))]))
-    space = "{http://www.w3.org/2000/svg}"
-    assert len(root.findall(f"{space}polyline")) == 2
-    assert len([line for line in root.findall(f"{space}line") if line.get("stroke") == "#bbbbbb"]) == 1
-    assert sum("ours <1>" in (text.text or "") for text in root.findall(f"{space}text")) == 2
