@@ -31,7 +31,7 @@ class CopyThread:
         """
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         work = self._pool.submit(copy)
-        # Not run_in_executor: its future and a shield around it take four rounds of the loop for each copy, this two.
+        # Not run_in_executor: its future with a shield around it takes three rounds of the event loop, this two.
         work.add_done_callback(lambda _: loop.call_soon_threadsafe(ended.set))
         try:
             await ended.wait()
