@@ -290,9 +290,22 @@ def copy_to_host(buffer: Buffer) -> bytes:
 
 
 def copy_from_host(content: bytes, buffer: Buffer) -> None:
-    """Writes bytes over a buffer of the same length, wherever it lives."""
+    """Writes bytes over a buffer of the same length, wherever it lives: they are there when the call returns."""
     host = np.frombuffer(content, np.uint8)
-    buffer[:] = host if isinstance(buffer, np.ndarray) else importlib.import_module("cupy").asarray(host)
+    if isinstance(buffer, np.ndarray):
+        buffer[:] = host
+        return
+    cupy = importlib.import_module("cupy")
+    buffer[:] = cupy.asarray(host)
+    cupy.cuda.get_current_stream().synchronize()
+
+
+def clear(buffers: Sequence[Buffer]) -> None:
+    """Writes zeros over buffers of one device: they are there when the call returns."""
+    for buffer in buffers:
+        buffer[:] = 0
+    if not all(isinstance(buffer, np.ndarray) for buffer in buffers):
+        importlib.import_module("cupy").cuda.get_current_stream().synchronize()
 
 
 def _backend(device: str) -> _Backend:

@@ -22,7 +22,7 @@ from typing import Final
 
 import numpy as np
 
-from kvtransfer.device import Buffer, copy_from_host, copy_to_host
+from kvtransfer.device import Buffer, clear, copy_from_host, copy_to_host
 from kvtransfer.equipment import Equipment
 from kvtransfer.errors import ProtocolViolation, TruncatedPiece
 from kvtransfer.lease import Lease
@@ -207,7 +207,7 @@ class Probe(_Exchange):
 
     async def _round(self, buffers: list[StagingBuffer], round_trip_s: float) -> float:
         memories = [buffer.memory[:PIECE_BYTES] for buffer in buffers]
-        await self._equipment.copies.run(lambda: _clear(memories))
+        await self._equipment.copies.run(lambda: clear(memories))
         arrivals = [self._expect(memory) for memory in memories]
         for buffer in buffers:
             buffer.post()
@@ -238,8 +238,3 @@ def _pattern(seed: int) -> bytes:
     """PIECE_BYTES that differ at every place and in every probe: what is lost, moved or left over is seen."""
     words = np.arange(PIECE_BYTES // 8, dtype=np.uint64)
     return ((words + np.uint64(seed)) * np.uint64(0x9E3779B97F4A7C15)).tobytes()
-
-
-def _clear(memories: list[Buffer]) -> None:
-    for memory in memories:
-        memory[:] = 0

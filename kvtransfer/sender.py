@@ -41,7 +41,7 @@ from kvtransfer.offer import Offer
 from kvtransfer.outgoing import Outgoing
 from kvtransfer.probe import Answering, Invitation
 from kvtransfer.staging import StagingPool
-from kvtransfer.transport.base import Transport
+from kvtransfer.transport.base import PROBE_TAGS, Transport
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class Sender:
         self._over: OrderedDict[str, tuple[float, type[TransferError], str]] = OrderedDict()  # until when, and why
         self._tasks: set[asyncio.Task[None]] = set()
         digest = hashlib.blake2b(incarnation.encode(), digest_size=6).digest()
-        self._tag_prefix = int.from_bytes(digest[:3]) >> 1
+        self._tag_prefix = int.from_bytes(digest[:3]) >> 2
         # Shards of one worker count in step: from different numbers, lest equal prefixes of two make equal tags.
         self._transfers = int.from_bytes(digest[3:])
         self._answering = asyncio.Lock()  # probes that run together would measure each other
@@ -186,7 +186,7 @@ class Sender:
             receiver=receiver_incarnation,
             data_address=transport.address,
             transport=transport.name,
-            tag_base=self._tag_base(),
+            tag_base=PROBE_TAGS | self._tag_base(),
         )
 
     async def answer(self, invitation: Invitation, timeout_s: float) -> None:
@@ -321,8 +321,8 @@ class Sender:
             self._over.popitem(last=False)
 
     def _tag_base(self) -> int:
-        """Tags of this transfer: 23 bits of the incarnation, 24 of a counter, 16 for the piece. The top bit stays
-        the transport's.
+        """Tags of this transfer: 22 bits of the incarnation, 24 of a counter, 16 for the piece. The top bit stays
+        the transport's, the next one is the probes'.
         """
         self._transfers += 1
         return self._tag_prefix << 40 | (self._transfers & 0xFFFFFF) << 16

@@ -19,6 +19,9 @@ from kvtransfer.errors import TransferError, TransferExpired
 DRAIN_S: Final = 5.0
 """How long given-up operations may take to resolve by themselves before their endpoint is aborted."""
 
+PROBE_TAGS: Final = 1 << 62
+"""Set in the tags of a probe's messages, which measure a connection, and in those of no KV."""
+
 
 @dataclass(slots=True)
 class Counters:

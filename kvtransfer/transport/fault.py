@@ -27,8 +27,9 @@ class Fault:
 
     `bytes_per_s`: rate of the link that all its connections share; 0: as fast as it is. `delay_s`: how much later every
     message arrives. `reorder_s`: and how much later still at most, by chance, so that messages overtake one another.
-    `cut_after_bytes`: the first connection that has carried so many bytes breaks there. `cut_in_bytes`: a connection
-    breaks so many bytes into the first message that is longer. Each of the two happens once; None: never.
+    `cut_after_bytes`: the first connection that has carried so many bytes of KV breaks there. `cut_in_bytes`: a
+    connection breaks so many bytes into the first message of KV that is longer. Each of the two happens once; None:
+    never. Messages of probes, which workers exchange when they meet, count for neither.
     `dropped_acknowledgements`: so many of the first acknowledgements are lost. The same `seed` makes the same choices.
     """
 

@@ -4,8 +4,8 @@ what is said on them. For tests, for demonstrations, and for measurements on lin
 Life of a message here: `send` books its place on the link and its delay, by a seeded choice → so much
 before it would arrive that it does then, the message goes out over the transport below, which is faster by far → the
 time has come and the message is through: the operation resolves. Waiting messages of a connection fail when it breaks.
-A cut breaks the connection below on both sides. As on a real link a receive that fails may have been written to: half
-of it is overwritten with noise, so that nobody relies on it.
+A cut breaks the connection below on both sides, in the midst of KV: what probes say is not counted. As on a real link a
+receive that fails may have been written to: half of it is overwritten with noise, so that nobody relies on it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvtransfer.errors import PeerLost
 from kvtransfer.lease import Clock
 from kvtransfer.messages import Acknowledge, Control, Message
 from kvtransfer.token_bucket import TokenBucket
-from kvtransfer.transport.base import Counters, Endpoint, Operation, Transport
+from kvtransfer.transport.base import PROBE_TAGS, Counters, Endpoint, Operation, Transport
 from kvtransfer.transport.fault import Fault
 
 _LOOK_S: Final = 0.05
@@ -117,8 +117,10 @@ class FaultyEndpoint:
     def send(self, buffer: Buffer, tag: int) -> Operation:
         """See Endpoint."""
         count = int(buffer.size)
-        cut = self._link.cut_at(self._carried, count)
-        self._carried += count
+        cut = None
+        if not tag & PROBE_TAGS:
+            cut = self._link.cut_at(self._carried, count)
+            self._carried += count
         arrival_s = self._link.arrival_s(count)
         if cut is None:
             return self._link.track(Operation(self._send(buffer, tag, arrival_s), buffer))

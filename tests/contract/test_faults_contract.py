@@ -127,6 +127,27 @@ async def test_a_cut_in_a_message_spares_the_shorter_ones(below):
     assert not (got == 1).all()
 
 
+@pytest.mark.parametrize("fault", ["cut-after=3MB", "cut-in=1MB"])
+async def test_a_cut_spares_the_probe_when_workers_meet_and_breaks_the_first_transfer(below, fault):
+    """A probe moves tens of megabytes: the cut used to fall into it, before any KV had moved."""
+    transport = FaultyTransport(below, parse_fault(fault))
+    async with pair_over(transport, transport) as pair:
+        invitation = pair.sender.invite(RECEIVER)
+        answering = asyncio.ensure_future(pair.sender.answer(invitation, 9.0))
+        measured = await pair.receiver.probe(invitation, 9.0)
+        await answering
+        assert measured.bytes > 3_000_000
+        pair.fill("t", 300)  # 6,912,000 bytes
+        offer = pair.offer("t", 300)
+        offer.advance(300)
+        offer.finish(1)
+        with pytest.raises((PeerLost, TransferAborted)):
+            await pair.pull("t", 300)
+        await until(lambda: pair.released == ["t"])
+        await pair.receiver.drained()
+    assert transport.pending == 0
+
+
 async def test_a_receive_that_fails_has_been_written_to(below):
     _, sending, receiving = await ends_over(below, "")
     receive = receiving.receive(got := np.zeros(1000, np.uint8), next(_tags))

@@ -11,7 +11,7 @@ import packing_twin
 import pytest
 
 from kvtransfer import Arena, KvLayout, MemoryTransport, packing, plan_pieces
-from kvtransfer.device import HostArena
+from kvtransfer.device import HostArena, clear, copy_from_host
 from kvtransfer.staging import StagingPool
 from kvtransfer.transport.ucx import UcxTransport
 
@@ -60,6 +60,9 @@ def make_cupy(log: list[str]) -> ModuleType:
         def __exit__(self, *_) -> None:
             streams.pop()
 
+        def synchronize(self) -> None:
+            log.append(f"we wait for {self.name}")
+
         def wait_event(self, event: Event) -> None:
             log.append(f"{self.name} waits for {event.on}")
 
@@ -96,6 +99,7 @@ def make_cupy(log: list[str]) -> ModuleType:
     module = ModuleType("cupy")
     module.ndarray, module.RawKernel = DeviceArray, RawKernel
     module.cuda = SimpleNamespace(Device=Device, Stream=Stream, Event=Event)
+    module.cuda.get_current_stream = lambda: streams[-1] if streams else Stream.null
     for make in (np.zeros, np.empty, np.asarray, np.ascontiguousarray):
         setattr(module, make.__name__, lambda *arguments, make=make: make(*arguments).view(DeviceArray))
     return module
@@ -168,3 +172,24 @@ def test_blocks_are_swapped_beside_the_steps_over_pinned_memory(log: list[str]) 
     assert (np.asarray(arena.array)[:, :, [5, 6, 7]] == before[:, :, [7, 0, 1]]).all()
     assert not np.asarray(arena.array)[:, :, [0, 1, 2, 3, 4, 8, 9, 10, 11]].any()
     assert set(log) == {"we wait for ours"}, "never for the kernels of a step"
+
+
+@pytest.mark.parametrize("write", [lambda buffer: copy_from_host(b"12345678", buffer), lambda buffer: clear([buffer])])
+def test_what_is_written_into_a_device_buffer_is_there_when_the_call_returns(log: list[str], write) -> None:
+    """The wire does not wait for streams: a canary or a pattern still under way would be written over what arrived."""
+
+    class OnDevice:  # no subclass of NumPy's array, as CuPy's is none
+        def __setitem__(self, where, content) -> None:
+            log.append("write")
+
+    write(OnDevice())
+    assert log == ["write", "we wait for null"]
+
+
+def test_writing_into_host_memory_waits_for_no_stream(log: list[str]) -> None:
+    buffer = np.ones(8, np.uint8)
+    copy_from_host(b"12345678", buffer)
+    assert buffer.tobytes() == b"12345678"
+    clear([buffer, buffer])
+    assert not buffer.any()
+    assert log == []
