@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -29,18 +28,16 @@ class CopyThread:
         """Runs one copy and waits for its end. When the waiting task is cancelled, still waits for the end before it
         raises: afterwards nothing reads or writes the memory on this copy's behalf.
         """
-        loop, ended = asyncio.get_running_loop(), asyncio.Event()
-        work = self._pool.submit(copy)
-        # Not run_in_executor: its future with a shield around it takes three rounds of the event loop, this two.
-        work.add_done_callback(lambda _: loop.call_soon_threadsafe(ended.set))
+        work = asyncio.get_running_loop().run_in_executor(self._pool, copy)
         try:
-            await ended.wait()
+            return await asyncio.shield(work)
         except asyncio.CancelledError:
-            while not ended.is_set():  # milliseconds: a copy cannot hang
-                with contextlib.suppress(asyncio.CancelledError):
-                    await ended.wait()
+            while not work.done():  # milliseconds: a copy cannot hang
+                try:
+                    await asyncio.wait([work])
+                except asyncio.CancelledError:
+                    continue
             raise
-        return work.result()
 
     def close(self) -> None:
         """Ends the thread after the copies that it has."""
