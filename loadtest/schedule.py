@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import lru_cache, partial
 from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
+from types import FrameType
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from loadtest.progress import shown
 from loadtest.schedule_costs import LIVE, costs, costs_table, decisions
 from loadtest.schedule_modes import MODES, Live, skip_join_gain
 from loadtest.schedule_report import rows_of, tables
@@ -66,7 +68,7 @@ def schedule(
     """First come, first served against feedback queues and what else there is, on OPT-13B on an A100.
 
     The whole run takes a quarter of an hour on two cores. --real sends the same traffic, shortened, to live meshes,
-    about an hour long; Ctrl-C stops them and shows what there is by then.
+    about an hour long; Ctrl-C or SIGTERM stops them and shows what there is by then.
     """
     if real:
         live = Live(
@@ -106,21 +108,41 @@ def schedule(
             click.echo(f"drawn: {path}", err=True)
 
 
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM came. Whatever cleans up after Ctrl-C, asyncio for one, does so after this."""
+
+
+@contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    def terminate(number: int, frame: FrameType | None) -> None:
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _live(live: Live, as_json: bool) -> None:
     from loadtest.schedule_real import live_runs  # starts meshes
 
     runs: list[Run] = []
     status = 0
     try:
-        runs.extend(live_runs(live, say=partial(click.echo, err=True)))  # what came before an error stays
+        with _sigterm_interrupts():
+            runs.extend(live_runs(live, say=partial(click.echo, err=True)))  # what came before an error stays
         if not runs:
             raise ValueError("--minutes: too few for a single seed; --requests and --mode make it shorter")
     except (StartError, ValueError) as error:
         click.echo(f"error: {error}", err=True)
         status = 1
+    except _Terminated:
+        click.echo("terminated", err=True)
+        status = 128 + signal.SIGTERM
     except KeyboardInterrupt:
         click.echo("interrupted", err=True)
-        status = 130
+        status = 128 + signal.SIGINT
     rows = rows_of(runs)
     if as_json:
         seeds = [{**asdict(one.cell), "seed": one.seed, **one.values} for one in runs]
@@ -149,15 +171,12 @@ def _every(traces: Path | None) -> Mapping[str, Workload]:
 def _runs(todo: Sequence[Cell], traces: Path | None, seeds: int, jobs: int) -> Iterable[Run]:
     """All of them, in any order, the most expensive first; the progress is shown on stderr."""
     ordered = sorted(todo, key=lambda cell: (not cell.kv_limited, -cell.load * cell.count))
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with (
         ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool,
-        Progress(*columns, console=Console(stderr=True)) as progress,
+        shown("simulating", len(ordered) * seeds) as one_more,
     ):
-        futures = [pool.submit(_run, cell, traces, seed) for cell in ordered for seed in range(seeds)]
-        task = progress.add_task("simulating", total=len(futures))
-        for done in as_completed(futures):
-            progress.advance(task)
+        for done in as_completed([pool.submit(_run, cell, traces, seed) for cell in ordered for seed in range(seeds)]):
+            one_more()
             yield done.result()
 
 
