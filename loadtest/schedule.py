@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from multiprocessing import get_context
 from pathlib import Path
+from types import FrameType
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from loadtest.figures import require_matplotlib
+from loadtest.progress import shown
 from loadtest.schedule_costs import LIVE, Cost, costs, costs_table, decisions
 from loadtest.schedule_file import read, written
 from loadtest.schedule_modes import MODES, Live, skip_join_gain
@@ -72,7 +74,7 @@ def schedule(
     """First come, first served against feedback queues and what else there is, on OPT-13B on an A100.
 
     The whole run takes a quarter of an hour on two cores. --real sends the same traffic, shortened, to live meshes,
-    about an hour long; Ctrl-C stops them and shows what there is by then.
+    about an hour long; Ctrl-C or SIGTERM stops them and shows what there is by then.
     """
     if plot:
         require_matplotlib()
@@ -96,7 +98,9 @@ def schedule(
             workloads = _chosen(_every(traces), names)
             sizes = LIVE[:3] if quick else LIVE
             spent = [*costs(time.process_time, live=sizes), *decisions(time.process_time, live=sizes)]
-            runs = list(_runs(list(cells(workloads, quick=quick)), traces, min(seeds, 2) if quick else seeds, jobs))
+            seeds = min(seeds, 2) if quick else seeds
+            with _sigterm_interrupts():
+                runs = list(_runs(list(cells(workloads, quick=quick)), traces, seeds, jobs))
     except ValueError as error:
         raise click.ClickException(str(error)) from None
     if as_json:
@@ -109,6 +113,22 @@ def schedule(
         draw(rows_of(runs), plot)
     if status:
         raise SystemExit(status)
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM came. Whatever cleans up after Ctrl-C, asyncio for one, does so after this."""
+
+
+@contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    def terminate(number: int, frame: FrameType | None) -> None:
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _print(runs: Sequence[Run], spent: Sequence[Cost]) -> None:
@@ -124,15 +144,19 @@ def _live(live: Live) -> tuple[list[Run], int]:
 
     runs: list[Run] = []
     try:
-        runs.extend(live_runs(live, say=partial(click.echo, err=True)))  # what came before an error stays
+        with _sigterm_interrupts():
+            runs.extend(live_runs(live, say=partial(click.echo, err=True)))  # what came before an error stays
         if not runs:
             raise ValueError("--minutes: too few for a single seed; --requests and --mode make it shorter")
     except (StartError, ValueError) as error:
         click.echo(f"error: {error}", err=True)
         return runs, 1
+    except _Terminated:
+        click.echo("terminated", err=True)
+        return runs, 128 + signal.SIGTERM
     except KeyboardInterrupt:
         click.echo("interrupted", err=True)
-        return runs, 130
+        return runs, 128 + signal.SIGINT
     return runs, 0
 
 
@@ -151,16 +175,17 @@ def _every(traces: Path | None) -> Mapping[str, Workload]:
 def _runs(todo: Sequence[Cell], traces: Path | None, seeds: int, jobs: int) -> Iterable[Run]:
     """All of them, in any order, the most expensive first; the progress is shown on stderr."""
     ordered = sorted(todo, key=lambda cell: (not cell.kv_limited, -cell.load * cell.count))
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with (
         ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool,
-        Progress(*columns, console=Console(stderr=True)) as progress,
+        shown("simulating", len(ordered) * seeds) as one_more,
     ):
         futures = [pool.submit(_run, cell, traces, seed) for cell in ordered for seed in range(seeds)]
-        task = progress.add_task("simulating", total=len(futures))
-        for done in as_completed(futures):
-            progress.advance(task)
-            yield done.result()
+        try:
+            for done in as_completed(futures):
+                one_more()
+                yield done.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # else an interrupt would be heard when all are done
 
 
 def _run(cell: Cell, traces: Path | None, seed: int) -> Run:

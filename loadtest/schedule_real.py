@@ -17,6 +17,7 @@ from typing import Final
 
 from loadtest.arrivals import Planned
 from loadtest.client import Measured, latencies, run_plan
+from loadtest.progress import every
 from loadtest.schedule_modes import BATCH, Live, Mode, planned, values
 from loadtest.schedule_runs import Cell, Run
 from services.cli.cores import plan_cores
@@ -94,24 +95,11 @@ def _mesh(mode: Mode, policy: str, model: str, say: Say) -> Iterator[LaunchedMes
     flags = [f"--prefill={mode.prefill}", f"--model={model}", "--log-level=warning"]
     with launched(
         flags,
-        progress=_every(PROGRESS_S, lambda elapsed_s: say(f"{title}: starting a mesh, {elapsed_s:.0f} s")),
+        progress=every(PROGRESS_S, lambda elapsed_s: say(f"{title}: starting a mesh, {elapsed_s:.0f} s")),
         environ={"DIPTYCH_SCHEDULE": policy, "DIPTYCH_MAX_BATCH": str(BATCH)},
     ) as mesh:
         yield mesh
         say(f"{title}: stopping its mesh")
-
-
-def _every(seconds: float, call: Callable[[float], None]) -> Callable[[float], None]:
-    """Passes on an elapsed time, the first one and then one in so many seconds."""
-    due_s = 0.0
-
-    def passed(elapsed_s: float) -> None:
-        nonlocal due_s
-        if elapsed_s >= due_s:
-            due_s = elapsed_s + seconds
-            call(elapsed_s)
-
-    return passed
 
 
 @contextmanager

@@ -77,9 +77,11 @@ class Memory:
     def plan(self, chosen: Sequence[str], policy: Policy, batch: int, step_s: float, now_s: float) -> Plan:
         """Who of the chosen can run, and who has to leave or come back before."""
         away = self.requests.within(Stage.SWAPPED)
+        next_ones = policy.upcoming(batch + SIGHT, batch, now_s) if away else ()
         view = View(
+            batch=len(chosen),
             chosen=chosen,
-            upcoming=policy.upcoming(batch + SIGHT, batch, now_s) if away else (),
+            upcoming=[one for one in next_ones if self.requests[one.key].stage is not Stage.RECEIVING],
             resident=Resident(self.requests, self.pool),
             host=OnHost(away, self.block_tokens),
             moving=self._copies,

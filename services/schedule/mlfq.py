@@ -24,6 +24,8 @@ time, the front first. So it waits for ⌊(L − 1) ÷ B⌋ = ⌈L ÷ B⌉ − 1
 
     wait  ≤  α + ⌈L ÷ B⌉·s + the time to have its KV back, if that was swapped out.
 
+Where KV is short, B is how many have room together, and how long that time can be stands in `swap`.
+
 With several tenants let n of the L be its own: Σₖ(wₖ·n ÷ w + 1) + n − 1 take the place of L − 1 (`shares`).
 """
 

@@ -3,9 +3,23 @@
 proactive   copies run beside the steps. Out goes the largest estimated next scheduled time (ENST) first, in comes the
             smallest first, ahead of need; never both for one step. Room is made for what the next step lacks, for
             `Reserve`, and for a request that is needed earlier than one that is here: by at least the time that the
-            exchange takes. Each step's copies stay within `Bandwidth`. Who is chosen and not here is passed over.
+            exchange takes. Each step's copies stay within `Bandwidth`. Who is chosen and not here is passed over, but
+            the first of them keeps its claim to room: new ones behind it get only what it will leave.
 reactive    what is chosen and not here is fetched before the step, victims are swapped out for it, and the step waits.
 recompute   victims lose their KV; who is chosen again computes it again.
+
+How long does a request that was promoted wait for its KV, when that is on the host (proactive)? Let L be the requests
+of the top level then, itself included, as in `mlfq`. Who is chosen has room together, and the first of the chosen who
+is away has its room before anybody behind it. So those ahead of it and itself come back in order, by an exchange each:
+others go until there is room, the last of them maybe for less than it has; then it comes back. That is three copies of
+the largest request's KV at most, each up to the end of a step. One exchange more may be under way. With x for an
+exchange, 3 × (copy + step), and s for a step
+
+    wait  ≤  α + ⌈L ÷ B⌉·s + (L + 1)·x,    B being how many have room together:
+
+the last term is what waiting grows by under pressure, with the requests that starve at one time. It takes victims whose
+own turn is later than an exchange takes. Who came lately has an earlier one, but runs, and so sinks within about 2·B
+exchanges; as long as older ones are there to go, nobody waits for that.
 
 In both other modes, too, the victim is the largest ENST. What goes is dropped instead of copied where computing it
 again is predicted to be faster than copying it out and in, or where the host has no room.
@@ -39,6 +53,7 @@ class SwapMode(Enum):
 class View:
     """What there is between two steps."""
 
+    batch: int  # at most so many run
     chosen: Sequence[str]  # the policy's choice
     upcoming: Sequence[Next]  # and who comes next, in order of ENST
     resident: Mapping[str, int]  # blocks of those whose KV is here
@@ -92,46 +107,55 @@ class Swapper:
 
     def _beside(self, view: View) -> Plan:
         plan = Plan()
-        left, lacking, asked = view.free, 0, 0
+        left, lacking, promised, asked = view.free, 0, 0, 0
         chosen = set(view.chosen)
         for key in chain(view.chosen, self._others(view, chosen)):
-            if len(plan.run) == len(view.chosen):
+            if len(plan.run) == view.batch:
                 break
-            if key in view.host or key in view.moving or (lacking and key not in view.resident):
-                continue  # it is not here, or new, when it passes nobody who lacks room
+            if key in view.host or key in view.moving:
+                promised = promised or (view.host.get(key, 0) if key in chosen else 0)
+                continue
+            new = key not in view.resident
+            if new and lacking:
+                continue  # it passes nobody who lacks room
             need = view.needs(key)
             asked += need
-            if need <= left:
+            room = left - max(0, promised - view.freeing) if new else left
+            if need <= room:
                 plan.run.append(key)
                 left -= need
-            else:
+            elif not promised:
                 lacking += need
         self.reserve.asked(asked)
         self._exchange(view, plan, chosen, left, lacking)
         return plan
 
     def _others(self, view: View, chosen: Collection[str]) -> Iterator[str]:
-        """Who is here and was not chosen, in order of ENST; looked for only when there is a place for them."""
+        """Who was not chosen and is here, in order of ENST, then who is new; looked for only when there is a place."""
         others = [key for key in view.resident if key not in chosen]
         times = dict(zip(others, view.enst_s(others), strict=True))
         yield from sorted(others, key=times.__getitem__)
+        yield from (one.key for one in view.upcoming if one.key not in chosen and one.key not in view.resident)
 
     def _exchange(self, view: View, plan: Plan, chosen: Collection[str], left: int, lacking: int) -> None:
         """In, or out, or neither."""
         budget_bytes = self.bandwidth.allowed_bytes(view.step_s)
         away = [one for one in view.upcoming if one.key in view.host]
         pressing = not plan.run and not view.moving  # else nothing would ever happen again
-        reserve = 0 if pressing else self.reserve.blocks
+        reserve = 0 if pressing else self.reserve.blocks  # whose turn it is may use it, too
         if away and not lacking and not view.freeing:
             for one in away:
                 blocks = view.host[one.key]
-                if blocks + reserve > left or ((plan.back or view.moving) and budget_bytes < blocks * self.block_bytes):
+                fits = blocks + (0 if one.key in chosen else reserve) <= left
+                if not fits or ((plan.back or view.moving) and budget_bytes < blocks * self.block_bytes):
                     break
                 plan.back.append(one.key)
                 left -= blocks
                 budget_bytes -= blocks * self.block_bytes
         if plan.back or view.filling:
             return
+        if away and away[0].key in chosen:
+            reserve = 0
         room = left + view.freeing - lacking - reserve
         stay = {key for key in plan.run if key in chosen}
         if room < 0:

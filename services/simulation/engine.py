@@ -97,7 +97,7 @@ class Simulation:
         if not self._live:
             self._now_s = max(self._now_s, self._next_arrival_s())
         self._arrive()
-        step = self._step_of(self._runnable(self._policy.choose(self._machine.batch, self._now_s)))
+        step = self._step_of(self._runnable(self._choose()))
         self._policy.take_changes()
         if step.rows or step.chunks:
             self._compute(step)
@@ -144,6 +144,13 @@ class Simulation:
                 service_s=machine.service_s(prompt, request.output_tokens),
             )
             self._policy.arrive(job, self._now_s)
+
+    def _choose(self) -> Sequence[str]:
+        """As many as a step may have and as have room together."""
+        chosen = self._policy.choose(self._machine.batch, self._now_s)
+        if self._memory and (fitting := self._memory.fitting(chosen)) < len(chosen):
+            chosen = self._policy.choose(fitting, self._now_s)
+        return chosen
 
     def _runnable(self, chosen: Sequence[str]) -> Sequence[str]:
         """Who of the chosen, or in their place, has KV memory; with swaps that have to be waited for, afterwards."""

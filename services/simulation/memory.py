@@ -87,10 +87,20 @@ class Memory:
             self._bandwidth.copied(copy.blocks * self._block_bytes, copy.end_s - copy.begin_s)
         return self._copies[0].end_s if self._copies else float("inf")
 
+    def fitting(self, ordered: Sequence[str]) -> int:
+        """How many of the first ones have room together: at least one. A decode worker chooses in the same way."""
+        left = self.limit.tokens // self.limit.block_tokens
+        for place, key in enumerate(ordered):
+            left -= -(-self.needed_tokens(key) // self.limit.block_tokens)
+            if left < 0:
+                return max(1, place)
+        return len(ordered)
+
     def plan(self, chosen: Sequence[str], step_s: float, now_s: float) -> Plan:
         """What the planner of the services says about the next step, which takes about `step_s`."""
-        batch = self.machine.batch
+        batch = len(chosen)
         view = View(
+            batch=self.machine.batch,
             chosen=chosen,
             upcoming=self.policy.upcoming(3 * batch, batch, now_s),
             resident=self._resident,

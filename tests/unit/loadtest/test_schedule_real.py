@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -184,3 +185,30 @@ def test_what_was_measured_before_the_end_is_shown(
     assert result.exit_code == status
     assert words in result.stderr and "one minute" in result.stderr
     assert "half-long, aggregated" in result.stdout and "4.00" in result.stdout
+
+
+@pytest.mark.parametrize("in_a_loop", [False, True])
+def test_sigterm_ends_a_run_as_ctrl_c_does(monkeypatch: pytest.MonkeyPatch, in_a_loop: bool) -> None:
+    """It comes between runs, or while requests are sent: the mesh is stopped, and what was measured is shown."""
+    stopped = []
+
+    async def sending() -> None:
+        asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGTERM)
+        await asyncio.Event().wait()
+
+    def live_runs(live: Live, *, say: Say) -> Iterator[Run]:
+        try:
+            yield one_run("fcfs", 0, 4.0)
+            if in_a_loop:
+                asyncio.run(sending())
+            else:
+                signal.raise_signal(signal.SIGTERM)
+        finally:
+            stopped.append("mesh")
+
+    monkeypatch.setattr(schedule_real, "live_runs", live_runs)
+    before = signal.getsignal(signal.SIGTERM)
+    result = CliRunner().invoke(main, ["schedule", "--real"])
+    assert (result.exit_code, stopped) == (143, ["mesh"])
+    assert "terminated" in result.stderr and "half-long, aggregated" in result.stdout
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -50,6 +50,7 @@ def view(
         return [times[key] for key in keys]
 
     return View(
+        batch=max(1, len(chosen)),
         chosen=list(chosen),
         upcoming=[Next(key=key, enst_s=times[key]) for key in sorted(times, key=times.__getitem__)],
         resident=resident,
@@ -89,6 +90,27 @@ def test_the_smallest_enst_comes_back_ahead_of_need_and_never_beside_one_that_le
     assert swapper().plan(leaving) == Plan(run=["a"])
 
 
+@pytest.mark.parametrize(
+    ("free", "leaving", "run", "back"),
+    [(4, 0, "", ""), (4, 1, "", ""), (4, 3, "n", ""), (6, 0, "", "x"), (7, 0, "n", "x")],
+)
+@pytest.mark.parametrize("chosen", ["xn", "x"], ids=["both are chosen", "the new one is not"])
+def test_who_is_new_gets_what_the_first_of_the_chosen_who_is_away_leaves(
+    chosen: str, free: int, leaving: int, run: str, back: str
+) -> None:
+    """x waits for five blocks, n for two. What others free on their way out counts for x."""
+    moving = "z" if leaving else ""
+    seen = view(chosen, host={"x": 5}, needs={"n": 2}, enst_s={"n": 1.0}, free=free, moving=moving, freeing=leaving)
+    plan = swapper().plan(seen)
+    assert (names(plan.run), names(plan.back)) == (run, back)
+
+
+def test_room_is_made_for_the_first_of_the_chosen_who_is_away_and_not_for_those_behind_it() -> None:
+    """b is enough for x, and n runs when x is here."""
+    plan = swapper().plan(view("xn", resident={"b": 5, "c": 5}, host={"x": 5}, needs={"n": 2}, enst_s={"b": 200.0}))
+    assert (names(plan.out), names(plan.run)) == ("b", "c")
+
+
 def test_nobody_leaves_while_somebody_comes_in() -> None:
     coming = view("an", resident={"a": 5, "b": 5}, needs={"n": 3}, free=0, moving="x", filling=True)
     assert swapper().plan(coming) == Plan(run=["a", "b"])
@@ -108,6 +130,7 @@ def test_what_steps_asked_for_lately_stays_free_for_a_burst() -> None:
     assert names(planner.plan(view("a", resident={"a": 5}, host={"x": 4}, free=8)).back) == ""
     assert names(planner.plan(view("a", resident={"a": 5}, host={"x": 4}, free=9)).back) == "x"
     assert names(planner.plan(view("a", resident={"a": 5, "b": 5}, free=4)).out) == "b"
+    assert names(planner.plan(view("ax", resident={"a": 5}, host={"x": 4}, free=4)).back) == "x"  # its turn has come
 
 
 def test_copies_stay_within_the_bandwidth_of_a_step_except_that_one_may_always_go() -> None:
