@@ -100,8 +100,10 @@ class Order:
         self._ran = set(running)
 
     def ran(self, work: Sequence[Work], seconds: float, now_s: float) -> None:
-        """They were computed in a step of so many seconds that ends now."""
-        rows = [item.key for item in work if len(item.slice.token_ids) == 1 and self.requests[item.key].generated]
+        """They were computed in a step of so many seconds that ends now: who decodes, a row, others a chunk, which may
+        be of a single token.
+        """
+        rows = [item.key for item in work if self.requests[item.key].stage is Stage.RUNNING]
         row_s = seconds
         if len(rows) < len(work):
             row_s = min(seconds, self.step_s(rows))
@@ -112,10 +114,10 @@ class Order:
         for item in work:
             request, tokens = self.requests[item.key], len(item.slice.token_ids)
             request.ran_s = now_s
-            if tokens > 1 or not request.generated:
+            if request.stage is not Stage.RUNNING:
                 own_s = chunk_s(self.latency().prefill, item.slice, seconds)
                 first = item.slice.wants_logits and not request.generated
-                self.policy.ran([item.key], own_s, now_s, tokens=tokens, first=first)
+                self.policy.ran([item.key], own_s, now_s, tokens=tokens, prompt=True, first=first)
         self._note_changes()
 
     def stuck(self) -> bool:

@@ -94,19 +94,25 @@ class Mlfq:
         for level in self._levels:
             if len(chosen) == batch:
                 break
-            if level:
-                chosen += level.serve(batch - len(chosen))
+            chosen += level.serve(batch - len(chosen))
         self._chosen = dict.fromkeys(chosen)
         return chosen
 
     def ran(
-        self, keys: Iterable[str], seconds: float, now_s: float, *, tokens: int = 1, steps: int = 1, first: bool = False
+        self,
+        keys: Iterable[str],
+        seconds: float,
+        now_s: float,
+        *,
+        tokens: int = 1,
+        steps: int = 1,
+        prompt: bool = False,
+        first: bool = False,
     ) -> None:
         """See Policy."""
-        step_s, prompt = seconds / steps, tokens > steps
-        places, ladder, serve = self._places, self._ladder, self._shares.serve
+        step_s, ladder, serve = seconds / steps, self._ladder, self._shares.serve
         for key in keys:
-            place = places[key]
+            place = self._places[key]
             place.used_s += seconds
             place.tokens += tokens
             place.wait(now_s, ladder.quantum_s)
@@ -146,8 +152,6 @@ class Mlfq:
         """See Policy."""
         line: list[str] = []
         for level in self._levels:
-            if len(line) == limit:
-                break
             line += level.first(limit - len(line))
         times = dict(zip(line, self.enst_s(line, batch, now_s), strict=True))
         until_s = now_s + max(times.values(), default=0.0)
@@ -184,10 +188,9 @@ class Mlfq:
         self._move(place, level, used_s, now_s, what)
 
     def _move(self, place: Place, level: int, used_s: float, now_s: float, what: str) -> None:
-        key = place.job.key
-        self._levels[place.level].remove(key)
+        self._levels[place.level].remove(place.job.key)
         self._enter(place, level, used_s)
-        self._changes.append((key, what, now_s, level, ""))
+        self._changes.append((place.job.key, what, now_s, level, ""))
 
     def _enter(self, place: Place, level: int, used_s: float = 0.0) -> None:
         job = place.job
