@@ -26,7 +26,7 @@ class Batch:
         if (fitting := self.memory.fitting(chosen)) < len(chosen):
             batch, others = fitting, chosen[fitting:]
             chosen = self.order.choose(batch, now_s)
-        plan = self.memory.plan(chosen, self.order.policy, batch, self.order.step_s(chosen), now_s)
+        plan = self.memory.plan(chosen, self.order, batch, now_s)
         step = self._within_budget(self.memory.carry_out(plan, now_s))
         if self.memory.waits:
             return []
@@ -64,7 +64,7 @@ class Batch:
     def _later(self, others: Sequence[str], now_s: float) -> Iterator[str]:
         """Whose turn comes next; those that are pinned at last, so that they get their token."""
         yield from others
-        yield from self.order.next_ones(2 * self.max_batch, self.max_batch, now_s)
+        yield from [one.key for one in self.order.ahead(2 * self.max_batch, self.max_batch, now_s)]
         yield from tuple(self.memory.requests.pinned)
 
     def _admit_ahead(self, chosen: Sequence[str], now_s: float) -> None:

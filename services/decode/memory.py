@@ -14,11 +14,12 @@ from typing import Final
 
 from kvtransfer.blocks import BlockCounts, BlockPool, BlockState
 from services.decode.messages import Copied, Copy, Event, Reserved
+from services.decode.order import Order
 from services.decode.requests import ENDED, RESIDENT, Request, Requests, Stage
 from services.decode.residence import OnHost, Resident
 from services.engine.prefix import PrefixCache
 from services.engine.sequence import blocks_needed
-from services.schedule.policy import Change, Policy
+from services.schedule.policy import Change
 from services.schedule.swap import Plan, SwapMode, Swapper, View
 
 SIGHT: Final = 32
@@ -74,10 +75,10 @@ class Memory:
                 return max(1, place)
         return len(ordered)
 
-    def plan(self, chosen: Sequence[str], policy: Policy, batch: int, step_s: float, now_s: float) -> Plan:
+    def plan(self, chosen: Sequence[str], order: Order, batch: int, now_s: float) -> Plan:
         """Who of the chosen can run, and who has to leave or come back before."""
         away = self.requests.within(Stage.SWAPPED)
-        next_ones = policy.upcoming(batch + SIGHT, batch, now_s) if away else ()
+        next_ones = order.ahead(batch + SIGHT, batch, now_s) if away else ()
         view = View(
             batch=len(chosen),
             chosen=chosen,
@@ -86,12 +87,12 @@ class Memory:
             host=OnHost(away, self.block_tokens),
             moving=self._copies,
             needs=self._needs,
-            enst_s=lambda keys: policy.enst_s(keys, batch, now_s),
+            enst_s=lambda keys: order.policy.enst_s(keys, batch, now_s),
             free=self.pool.counts().free,
             freeing=sum(self.pool.exclusive(key) for key, copy in self._copies.items() if copy.out),
             filling=any(not copy.out for copy in self._copies.values()),
             host_free=self.host.counts().free,
-            step_s=step_s,
+            step_s=order.step_s(chosen),
         )
         return self.swapper.plan(view)
 

@@ -13,7 +13,7 @@ from typing import Final
 
 from services.decode.requests import MOVING, Request, Requests, Stage
 from services.latency import Latency
-from services.schedule.policy import Change, Job, Policy
+from services.schedule.policy import Change, Job, Next, Policy
 from services.schedule.weights import Weights
 from services.worker.turns import chunk_s, prompt_s
 from services.worker.work import Work
@@ -34,6 +34,8 @@ class Order:
     weights: Weights
     _ran: set[str] = field(default_factory=set, init=False)  # in the last step
     _step_s: float = field(default=GUESSED_STEP_S, init=False)  # of rows alone, lately
+    _walk: Sequence[Next] = field(default=(), init=False)  # since the last choice
+    _walked: tuple[int, int] = field(default=(0, 0), init=False)  # how far at most, and for which batch
 
     def arrive(self, request: Request, now_s: float) -> None:
         """It wants to run from now on: at once, as soon as it has memory, or as soon as its KV was handed over."""
@@ -57,13 +59,20 @@ class Order:
 
     def choose(self, batch: int, now_s: float) -> list[str]:
         """Whose turn it is in the next step, `batch` at most, best first. Who is being received needs no turn."""
+        self._walked = (0, 0)
         keys = self.policy.choose(batch + self.requests.count(Stage.RECEIVING), now_s)
         self._note_changes()
         return [key for key in keys if self.requests[key].stage is not Stage.RECEIVING][:batch]
 
-    def next_ones(self, limit: int, batch: int, now_s: float) -> list[str]:
-        """Whose turn comes next, those of the next step included."""
-        return [one.key for one in self.policy.upcoming(limit, batch, now_s)]
+    def ahead(self, limit: int, batch: int, now_s: float) -> Sequence[Next]:
+        """The first `limit` in order of estimated next scheduled time, those of the next step included.
+
+        It is a good part of a decision, so all who ask between two choices get the same walk, if it is long enough.
+        """
+        if self._walked[0] < limit or self._walked[1] != batch:
+            length = max(limit, 2 * batch)
+            self._walk, self._walked = self.policy.upcoming(length, batch, now_s), (length, batch)
+        return self._walk[:limit]
 
     def step_s(self, keys: Sequence[str]) -> float:
         """Predicted time of a step that decodes a token of each."""
@@ -91,8 +100,10 @@ class Order:
         self._ran = set(running)
 
     def ran(self, work: Sequence[Work], seconds: float, now_s: float) -> None:
-        """They were computed in a step of so many seconds that ends now."""
-        rows = [item.key for item in work if len(item.slice.token_ids) == 1 and self.requests[item.key].generated]
+        """They were computed in a step of so many seconds that ends now: who decodes, a row, others a chunk, which may
+        be of a single token.
+        """
+        rows = [item.key for item in work if self.requests[item.key].stage is Stage.RUNNING]
         row_s = seconds
         if len(rows) < len(work):
             row_s = min(seconds, self.step_s(rows))
@@ -103,10 +114,10 @@ class Order:
         for item in work:
             request, tokens = self.requests[item.key], len(item.slice.token_ids)
             request.ran_s = now_s
-            if tokens > 1 or not request.generated:
+            if request.stage is not Stage.RUNNING:
                 own_s = chunk_s(self.latency().prefill, item.slice, seconds)
                 first = item.slice.wants_logits and not request.generated
-                self.policy.ran([item.key], own_s, now_s, tokens=tokens, first=first)
+                self.policy.ran([item.key], own_s, now_s, tokens=tokens, prompt=True, first=first)
         self._note_changes()
 
     def stuck(self) -> bool:

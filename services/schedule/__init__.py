@@ -21,8 +21,9 @@ How a worker drives it, between two steps, on one thread, with its own monotonic
     plan = swapper.plan(View(chosen=chosen, upcoming=policy.upcoming(3 * batch, batch, now_s), ...))
     carry out plan.drop, .out, .back; give each of plan.run the blocks it needs; compute the step of plan.run
     policy.ran(rows, step_s, now_s)           decoding rows are charged the step, as it would be without chunks
-    policy.ran([key], own_s, now_s, tokens=n) for each chunk of a prompt: what it would take by itself; first=True with
-                                              the one that gives the first token
+    policy.ran([key], own_s, now_s, tokens=n, prompt=True, first=…)
+                                              for each chunk of a prompt: what it would take by itself; `first` with the
+                                              one that gives the first token
     policy.measured(step_s)                   after steps that decode only (or predicted for the rows, in mixed ones)
     policy.finish(key)                        for those that ended
     policy.take_changes()                     spans and counters: `Change.what`

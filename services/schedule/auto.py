@@ -93,12 +93,20 @@ class Auto:
         return self._policy.choose(batch, now_s)
 
     def ran(
-        self, keys: Iterable[str], seconds: float, now_s: float, *, tokens: int = 1, steps: int = 1, first: bool = False
+        self,
+        keys: Iterable[str],
+        seconds: float,
+        now_s: float,
+        *,
+        tokens: int = 1,
+        steps: int = 1,
+        prompt: bool = False,
+        first: bool = False,
     ) -> None:
         """See Policy."""
         keys = list(keys)
-        self._mlfq.ran(keys, seconds, now_s, tokens=tokens, steps=steps, first=first)
-        if tokens > steps:
+        self._mlfq.ran(keys, seconds, now_s, tokens=tokens, steps=steps, prompt=prompt, first=first)
+        if prompt:
             self._prompts_s += seconds
         else:
             self._rows_s += seconds

@@ -49,8 +49,10 @@ class Ladder:
 
     def entry_level(self, first_step_s: float) -> int:
         """Skip-join: the first level whose quantum is at least the first step's time, a prediction."""
-        tolerated_s = first_step_s - self.quantum_s / 2
-        return next((i for i in range(LEVELS) if self.quantum_s * (1 << i) >= tolerated_s), LEVELS - 1)
+        tolerated_s, level = first_step_s - self.quantum_s / 2, 0
+        while level + 1 < LEVELS and self.quantum_s * (1 << level) < tolerated_s:
+            level += 1
+        return level
 
     def left_s(self, level: int, used_s: float, step_s: float) -> float:
         """What of the quantum may still be used before steps of `step_s` use it up; 0 or less in the top level."""
@@ -64,8 +66,8 @@ class Ladder:
         One level further after one step; after several at once maybe more, and then part of a quantum may be used.
         """
         while used_s > 0 and self.left_s(level, used_s, step_s) < 0:
-            steps = round(self.quantum_s * (1 << level) / step_s) if level else 1
-            used_s = max(0.0, used_s - max(1, steps) * step_s)
+            steps = max(1, round(self.quantum_s * (1 << level) / step_s)) if level else 1
+            used_s = max(0.0, used_s - steps * step_s)
             level += 1
         return level, used_s
 

@@ -59,8 +59,8 @@ class Mlfq:
         self._levels = [Level() for _ in range(LEVELS)]
         self._shares = Shares()
         self._due = Due(lambda key: self._places[key].due_s)
-        self._chosen: list[str] = []
-        self._changes: list[Change] = []
+        self._chosen: dict[str, None] = {}
+        self._changes: list[tuple[str, str, float, int, str]] = []  # as they are told
 
     @property
     def name(self) -> str:
@@ -91,35 +91,43 @@ class Mlfq:
         """See Policy."""
         for key in self._due.take(now_s):
             if (place := self._places[key]).level:
-                self._move(place, 0, now_s, "promoted")
+                self._move(place, 0, 0.0, now_s, "promoted")
         chosen: list[str] = []
         for level in self._levels:
             if len(chosen) == batch:
                 break
-            if level:
-                chosen += level.serve(batch - len(chosen))
-        self._chosen = chosen
+            chosen += level.serve(batch - len(chosen))
+        self._chosen = dict.fromkeys(chosen)
         return chosen
 
     def ran(
-        self, keys: Iterable[str], seconds: float, now_s: float, *, tokens: int = 1, steps: int = 1, first: bool = False
+        self,
+        keys: Iterable[str],
+        seconds: float,
+        now_s: float,
+        *,
+        tokens: int = 1,
+        steps: int = 1,
+        prompt: bool = False,
+        first: bool = False,
     ) -> None:
         """See Policy."""
-        step_s, prompt = seconds / steps, tokens > steps
+        step_s, ladder, serve = seconds / steps, self._ladder, self._shares.serve
         for key in keys:
             place = self._places[key]
             place.used_s += seconds
             place.tokens += tokens
-            place.wait(now_s, self._ladder.quantum_s)
-            self._shares.serve(place.job.tenant, tokens)
+            place.wait(now_s, ladder.quantum_s)
+            serve(place.job.tenant, tokens)
             if first and not place.began:
                 place.began = True
                 self._lower(place, 1, 0.0, now_s, "began")
                 continue
             place.began = place.began or not prompt
-            if (place.began or not place.level) and self._ladder.left_s(place.level, place.used_s, step_s) < 0:
-                level, used_s = self._ladder.demoted(place.level, place.used_s, step_s)
-                self._lower(place, level, used_s, now_s, "demoted")
+            if place.began or not place.level:
+                level, used_s = ladder.demoted(place.level, place.used_s, step_s)
+                if level != place.level:
+                    self._lower(place, level, used_s, now_s, "demoted")
 
     def finish(self, key: str, *, completed: bool = True) -> None:
         """See Policy."""
@@ -155,7 +163,7 @@ class Mlfq:
 
     def enst_s(self, keys: Iterable[str], batch: int, now_s: float) -> Sequence[float]:
         """See Policy: min(time to promotion, its level's (`Ladder.enst_s`)). What was chosen to run now has 0."""
-        of_level, places, chosen = self._ladder.enst_s(self.levels(), batch), self._places, set(self._chosen)
+        of_level, places, chosen = self._ladder.enst_s(self.levels(), batch), self._places, self._chosen
         times = []
         for key in keys:
             place = places[key]
@@ -174,23 +182,21 @@ class Mlfq:
     def take_changes(self) -> list[Change]:
         """See Policy."""
         changes, self._changes = self._changes, []
-        return changes
+        return [*map(Change._make, changes)]
 
     def _lower(self, place: Place, level: int, used_s: float, now_s: float, what: str) -> None:
         if self._shares.behind(place.job.tenant):
-            self._move(place, 0, now_s, "kept")
-            return
-        self._move(place, level, now_s, what)
-        place.used_s = used_s
+            level, used_s, what = 0, 0.0, "kept"
+        self._move(place, level, used_s, now_s, what)
 
-    def _move(self, place: Place, level: int, now_s: float, what: str) -> None:
+    def _move(self, place: Place, level: int, used_s: float, now_s: float, what: str) -> None:
         self._levels[place.level].remove(place.job.key)
-        self._enter(place, level)
-        self._changes.append(Change(place.job.key, what, now_s, level))
+        self._enter(place, level, used_s)
+        self._changes.append((place.job.key, what, now_s, level, ""))
 
-    def _enter(self, place: Place, level: int) -> None:
+    def _enter(self, place: Place, level: int, used_s: float = 0.0) -> None:
         job = place.job
-        place.level, place.used_s = level, 0.0
+        place.level, place.used_s = level, used_s
         self._levels[level].enter(job.key, tenant=job.tenant, weight=job.weight, priority=job.priority)
         if level:
             self._due.add(job.key, place.due_s)

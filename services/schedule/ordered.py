@@ -39,7 +39,15 @@ class Ordered:
         return self._queue.first(batch)
 
     def ran(
-        self, keys: Iterable[str], seconds: float, now_s: float, *, tokens: int = 1, steps: int = 1, first: bool = False
+        self,
+        keys: Iterable[str],
+        seconds: float,
+        now_s: float,
+        *,
+        tokens: int = 1,
+        steps: int = 1,
+        prompt: bool = False,
+        first: bool = False,
     ) -> None:
         """See Policy."""
         if not self._shrinks:

@@ -72,11 +72,20 @@ class Policy(Protocol):
         ...
 
     def ran(
-        self, keys: Iterable[str], seconds: float, now_s: float, *, tokens: int = 1, steps: int = 1, first: bool = False
+        self,
+        keys: Iterable[str],
+        seconds: float,
+        now_s: float,
+        *,
+        tokens: int = 1,
+        steps: int = 1,
+        prompt: bool = False,
+        first: bool = False,
     ) -> None:
         """Each of the keys ran `steps` equal steps that ended at `now_s`, is charged `seconds` in all for them, and
-        got `tokens` tokens computed in all: of its prompt, if those are more than the steps. `first`: that was the last
-        of its prompt, and it has its first token. Keys that ended in the step are told too, before `finish`.
+        got `tokens` tokens computed in all. `prompt`: they are a chunk of its prompt, or of what is computed again,
+        however few they are. `first`: that was the last of its prompt, and it has its first token. Keys that ended in
+        the step are told too, before `finish`.
         """
         ...
 

@@ -52,11 +52,15 @@ class RankedQueue:
 
     def remove(self, key: str) -> None:
         """KeyError when it is not here."""
-        entry = self._entries.pop(key)
-        if self._front and entry <= self._front[-1]:
-            del self._front[bisect_left(self._front, entry)]
-        elif len(self._line) + len(self._heap) > 2 * len(self._entries) + FRONT:
-            self._line = deque(filter(self._lives, self._line))
+        entries, front, line = self._entries, self._front, self._line
+        entry = entries.pop(key)
+        if front and entry <= front[-1]:
+            del front[bisect_left(front, entry)]
+        elif line and entry is line[0]:  # the one that has waited longest, as most that leave from there
+            while line and entries.get(line[0][2]) is not line[0]:
+                line.popleft()
+        elif len(line) + len(self._heap) > 2 * len(entries) + FRONT:
+            self._line = deque(filter(self._lives, line))
             self._heap = list(filter(self._lives, self._heap))
             heapify(self._heap)
 

@@ -92,13 +92,15 @@ class Level(RankedQueue):
 
     def enter(self, key: str, *, tenant: str, weight: float, priority: int) -> None:
         """Takes its place behind its tenant's others, or for a priority as many quanta ahead of it."""
-        tag = max(self._clock, self._finish.get(tenant, 0.0))
-        self._finish[tenant] = tag + 1.0 / weight
+        finish = self._finish
+        if (tag := finish.get(tenant, 0.0)) < self._clock:
+            tag = self._clock
+        finish[tenant] = tag + 1.0 / weight
         if priority:
             tag -= LEAD_QUANTA * priority / weight
         self.add(key, tag)
-        if len(self._finish) > 2 * len(self) + 64:
-            self._finish = {name: finish for name, finish in self._finish.items() if finish > self._clock}
+        if len(finish) > 64 and len(finish) > 2 * len(self) + 64:
+            self._finish = {name: until for name, until in finish.items() if until > self._clock}
 
     def serve(self, count: int) -> list[str]:
         """The first `count`, in order, which are served now: the clock moves to the last one's tag."""

@@ -264,7 +264,7 @@ class Simulation:
             one.pending -= count
             one.context += count
             first = not one.pending and one.record.first_token_s < 0
-            self._policy.ran([key], own_s, self._now_s, tokens=count, first=first)
+            self._policy.ran([key], own_s, self._now_s, tokens=count, prompt=True, first=first)
             self._tokens += count
             if one.pending:
                 continue

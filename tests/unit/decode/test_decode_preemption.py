@@ -280,6 +280,21 @@ def test_short_prompts_pass_a_long_one_between_its_chunks() -> None:
     assert model.step(c)[0][0] == "a"
 
 
+@pytest.mark.parametrize("chunk_tokens", [1, 2, BLOCK])
+def test_a_prompt_stays_where_it_joined_until_its_first_token_however_small_its_chunks(chunk_tokens: int) -> None:
+    """Before, a chunk of one token passed for a decode step, and each of them used up the quantum of the level."""
+    policy = Mlfq(step_s=STEP_S)
+    c, model = core(blocks=64, chunk_tokens=chunk_tokens, policy=policy), Model()
+    submitted(c, [distinct("a", 33, max_new_tokens=4)])
+    joined, chunks = policy.level("a"), -(-33 // chunk_tokens)
+    levels = []
+    for step in range(chunks):
+        levels.append(policy.level("a"))
+        assert model.step(c, step * STEP_S) == [("a", step * chunk_tokens, min(chunk_tokens, 33 - step * chunk_tokens))]
+    assert joined > 1 and levels == [joined] * chunks
+    assert policy.level("a") == 1
+
+
 @pytest.mark.parametrize("weight", [1, 2])
 @pytest.mark.parametrize("name", ["mlfq", "mlfq-naive"])
 def test_a_tenant_of_twice_the_weight_gets_two_thirds_of_what_is_computed(name: str, weight: int) -> None:

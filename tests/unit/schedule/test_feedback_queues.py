@@ -56,13 +56,16 @@ def test_skip_join_enters_where_the_first_step_fits_to_half_a_step(first_step_s:
     assert (skipping.level("a"), naive.level("a")) == (level, 0)
 
 
-def test_a_prompt_is_one_first_step_even_in_chunks_and_then_its_request_is_like_any_that_had_its_first_step() -> None:
+@pytest.mark.parametrize("tokens", [1, 2, 16])
+def test_a_prompt_is_one_first_step_even_in_chunks_and_then_its_request_is_like_any_that_had_its_first_step(
+    tokens: int,
+) -> None:
     policy = Mlfq(step_s=1.0)
     policy.arrive(job("a", first_step_s=4.0), 0.0)
     for at in (3.0, 6.0):  # its quantum is 4 s
-        policy.ran(["a"], 3.0, at, tokens=100)
+        policy.ran(["a"], 3.0, at, tokens=tokens, prompt=True)
         assert policy.level("a") == 2
-    policy.ran(["a"], 3.0, 9.0, tokens=100, first=True)
+    policy.ran(["a"], 3.0, 9.0, tokens=tokens, prompt=True, first=True)
     assert policy.level("a") == 1
     assert [(change.what, change.level) for change in policy.take_changes()] == [("began", 1)]
     policy.ran(["a"], 1.0, 10.0)
@@ -75,7 +78,7 @@ def test_without_the_skip_every_chunk_lowers() -> None:
     policy = Mlfq(step_s=1.0, skip_join=False)
     policy.arrive(job("a", first_step_s=4.0), 0.0)
     for level, first in ((1, False), (2, False), (3, True)):
-        policy.ran(["a"], 3.0, 3.0 * level, tokens=100, first=first)
+        policy.ran(["a"], 3.0, 3.0 * level, tokens=100, prompt=True, first=first)
         assert policy.level("a") == level
 
 
@@ -84,16 +87,16 @@ def test_who_was_promoted_leaves_the_top_after_one_chunk() -> None:
     policy.arrive(job("a", first_step_s=4.0), 0.0)
     policy.choose(1, 5.0)
     assert policy.level("a") == 0
-    policy.ran(["a"], 3.0, 8.0, tokens=100)
+    policy.ran(["a"], 3.0, 8.0, tokens=100, prompt=True)
     assert policy.level("a") == 1
 
 
 def test_what_is_computed_again_is_charged_like_anything_else() -> None:
     policy = Mlfq(step_s=1.0)
     policy.arrive(job("a", first_step_s=2.0), 0.0)
-    policy.ran(["a"], 2.0, 2.0, tokens=100, first=True)
+    policy.ran(["a"], 2.0, 2.0, tokens=100, prompt=True, first=True)
     assert policy.level("a") == 1
-    policy.ran(["a"], 2.0, 4.0, tokens=101)
+    policy.ran(["a"], 2.0, 4.0, tokens=101, prompt=True)
     assert policy.level("a") == 2
 
 

@@ -250,10 +250,13 @@ def test_auto_does_not_learn_from_what_was_cancelled() -> None:
     assert policy.mode == "fcfs"
 
 
+@pytest.mark.parametrize("tokens", [1, 100])
 @pytest.mark.parametrize(
     ("share", "mode"), [(MOST_PROMPTS - 0.05, "mlfq"), (MOST_PROMPTS + 0.05, "fcfs"), (1.0, "mlfq")]
 )
-def test_auto_stays_first_come_first_served_where_prompts_leave_rows_little_time(share: float, mode: str) -> None:
+def test_auto_stays_first_come_first_served_where_prompts_leave_rows_little_time(
+    share: float, mode: str, tokens: int
+) -> None:
     """A share of all time is a prompt's, before each answer; where all is, nobody decodes, and prompts pass prompts."""
     policy = Auto(Mlfq(step_s=1.0))
     policy.arrive(job("waiting"), 0.0)
@@ -261,7 +264,7 @@ def test_auto_stays_first_come_first_served_where_prompts_leave_rows_little_time
         key = str(index)
         policy.arrive(job(key), 0.0)
         policy.choose(1, 0.0)
-        policy.ran([key], service_s * share, 0.0, tokens=100)
+        policy.ran([key], service_s * share, 0.0, tokens=tokens, prompt=True)
         if share < 1:
             policy.ran([key], service_s * (1 - share), 0.0)
         policy.finish(key)
