@@ -20,7 +20,8 @@ from services.decode.residence import OnHost, Resident
 from services.engine.prefix import PrefixCache
 from services.engine.sequence import blocks_needed
 from services.schedule.policy import Change
-from services.schedule.swap import Plan, SwapMode, Swapper, View
+from services.schedule.swap import SwapMode, Swapper
+from services.schedule.swap_view import Plan, View
 
 SIGHT: Final = 32
 """Requests after those of the next step that are looked at for coming back ahead of need."""

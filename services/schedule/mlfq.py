@@ -24,9 +24,8 @@ time, the front first. So it waits for ⌊(L − 1) ÷ B⌋ = ⌈L ÷ B⌉ − 1
 
     wait  ≤  α + ⌈L ÷ B⌉·s + the time to have its KV back, if that was swapped out.
 
-Where KV is short, B is how many have room together, and how long that time can be stands in `swap`.
-
-With several tenants let n of the L be its own: Σₖ(wₖ·n ÷ w + 1) + n − 1 take the place of L − 1 (`shares`).
+Where KV is short, B is how many have room together, and `swap` bounds that time. With several tenants let n of the L
+be its own: Σₖ(wₖ·n ÷ w + 1) + n − 1 take the place of L − 1 (`shares`).
 """
 
 from __future__ import annotations
@@ -40,9 +39,8 @@ from services.schedule.policy import MANY, Change, Job, Next
 from services.schedule.shares import Level, Shares
 
 STARVATION_S: Final = 1.0
-"""α. The paper has 0.3 s; in simulation 1 s costs nothing in mean completion, and under overload short answers, which
-share the top with those that starve, come out a third sooner for each token.
-"""
+"""α. The paper has 0.3 s; in simulation 1 s costs nothing in mean completion, and under overload short answers come out
+a third sooner for each token: they share the top with those that starve."""
 
 
 class Mlfq:

@@ -31,14 +31,14 @@ resident that can go on, or has room to begin, `run` is not empty.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
 
 from services.latency import PrefillFit
 from services.schedule.budget import Bandwidth, Reserve
-from services.schedule.policy import Next
+from services.schedule.swap_view import Plan, View
 
 
 class SwapMode(Enum):
@@ -47,35 +47,6 @@ class SwapMode(Enum):
     PROACTIVE = "proactive"
     REACTIVE = "reactive"
     RECOMPUTE = "recompute"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class View:
-    """What there is between two steps."""
-
-    batch: int  # at most so many run
-    chosen: Sequence[str]  # the policy's choice
-    upcoming: Sequence[Next]  # and who comes next, in order of ENST
-    resident: Mapping[str, int]  # blocks of those whose KV is here
-    host: Mapping[str, int]  # blocks of those whose KV is on the host
-    moving: Collection[str]  # those whose KV is being copied: neither here nor there
-    needs: Callable[[str], int]  # blocks that a request needs for the next step, beyond those it has on the device
-    enst_s: Callable[[Sequence[str]], Sequence[float]]
-    free: int  # blocks
-    freeing: int  # blocks that copies under way will free
-    filling: bool  # a copy to the device is under way
-    host_free: int
-    step_s: float  # predicted time of the next step
-
-
-@dataclass(kw_only=True, slots=True)
-class Plan:
-    """What to do. First `drop`, `out` and `back`, then give each of `run` what it needs."""
-
-    run: list[str] = field(default_factory=list)
-    out: list[str] = field(default_factory=list)
-    back: list[str] = field(default_factory=list)
-    drop: list[str] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from kvtransfer.blocks import BlockPool
 from services.schedule.budget import Bandwidth, Reserve
 from services.schedule.policy import Policy
-from services.schedule.swap import Plan, SwapMode, Swapper, View
+from services.schedule.swap import SwapMode, Swapper
+from services.schedule.swap_view import Plan, View
 from services.simulation.machine import OPT_13B_TOKEN_BYTES, OPT_13B_TOKENS, PCIE_BYTES_PER_S, Machine
 
 

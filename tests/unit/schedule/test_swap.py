@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from services.latency import PrefillFit
 from services.schedule.budget import MOST_DELAY, MOST_RESERVE, Bandwidth, Reserve
 from services.schedule.policy import Next
-from services.schedule.swap import Plan, SwapMode, Swapper, View
+from services.schedule.swap import SwapMode, Swapper
+from services.schedule.swap_view import Plan, View
 
 BLOCK_BYTES = 100
 
