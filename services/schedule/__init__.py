@@ -9,7 +9,8 @@
     ladder     quanta of levels, estimated next scheduled times
     shares     tenants: who is behind, and who is next inside a level
     ranked     a queue by rank, due: a queue by time; what a step costs
-    swap       who leaves the device and who comes back (swap_view: seen from what); budget: within which bandwidth, and what stays free
+    swap       who leaves the device and who comes back; swap_view: seen from what; budget: within which bandwidth, and
+               what stays free
 
 How a worker drives it, between two steps, on one thread, with its own monotonic clock:
 
