@@ -273,6 +273,7 @@ class Memory:
             return request.sequence.blocks_missing(self.block_tokens)
         return self.prefix.cost(request.sequence, room_tokens=request.room_tokens, whole=request.whole)
 
-    def _note(self, request: Request, what: str, now_s: float, blocks: Sequence[int] = ()) -> None:
-        detail = f"{len(blocks) * self.swapper.block_bytes} bytes" if blocks else ""
+    def _note(self, request: Request, what: str, now_s: float, blocks: Sequence[int] | None = None) -> None:
+        """`blocks`: what is copied, none where all of it is still here."""
+        detail = "" if blocks is None else f"{len(blocks) * self.swapper.block_bytes} bytes"
         request.note(Change(key=request.key, what=what, at_s=now_s, detail=detail))
