@@ -62,9 +62,14 @@ class Batch:
         return filled
 
     def _later(self, others: Sequence[str], now_s: float) -> Iterator[str]:
-        """Whose turn comes next; those that are pinned at last, so that they get their token."""
+        """Whose turn comes next; then who decodes here, however many prompts are to be computed before; those that are
+        pinned at last, so that they get their token.
+        """
         yield from others
         yield from [one.key for one in self.order.ahead(2 * self.max_batch, self.max_batch, now_s)]
+        decoding = list(self.memory.requests.within(Stage.RUNNING))
+        times = dict(zip(decoding, self.order.policy.enst_s(decoding, self.max_batch, now_s), strict=True))
+        yield from sorted(decoding, key=times.__getitem__)
         yield from tuple(self.memory.requests.pinned)
 
     def _admit_ahead(self, chosen: Sequence[str], now_s: float) -> None:

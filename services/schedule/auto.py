@@ -6,9 +6,9 @@ bounds, so that it does not waver between two schedules that are equally good. B
 complete alike, feedback queues answer sooner. It turns only if somebody had to wait since it last looked: without a
 queue both are the same.
 
-It is first come, first served, too, where prompts take more than MOST_PROMPTS of the time of an engine that decodes as
-well: feedback queues would let every row, which costs such an engine next to nothing, wait for all prompts that are
-above it, and answers would not end.
+It is first come, first served, too, where prompts take more than CROWDED of the time of an engine that decodes as well:
+feedback queues would let every row, which costs such an engine next to nothing, wait for all prompts that are above it,
+and answers would end late.
 
 It turns to feedback queues as well when a tenant lacks LAG_TOKENS of its share, and stays until all that live run:
 first come, first served knows no shares, and what is left of a flood of one tenant would hold all others again.
@@ -40,7 +40,9 @@ LEAST: Final = 64
 LAG_TOKENS: Final = 512.0
 EVERY: Final = 8
 """Completions between two looks."""
-MOST_PROMPTS: Final = 2 / 3
+CROWDED: Final = 0.75
+ROOMY: Final = 0.65
+"""Shares of the time that prompts take: first come, first served above the first, until it is below the second."""
 LEAST_ROWS: Final = 0.05
 """Of the time. An engine whose rows take less decodes nothing, but for prompts that one token is left of."""
 MEMORY: Final = 32
@@ -60,6 +62,7 @@ class Auto:
         self._completed_s: deque[float] = deque(maxlen=WINDOW)
         self._prompts_s = 0.0  # lately
         self._rows_s = 0.0
+        self._crowded = False  # by prompts
         self._unseen = 0
         self._queued = False
         self._unfair = False  # since somebody was behind there were always more than run
@@ -158,23 +161,23 @@ class Auto:
         if len(self._completed_s) >= LEAST and not self._sized:
             self.gain = predicted_gain(self._completed_s, self._mlfq.quantum_s)
         self._unfair = self._unfair or self._mlfq.largest_lag > LAG_TOKENS
-        crowded = self._crowded()
+        self._look_at_prompts()
         if self._policy is self._mlfq:
-            turn = (self.gain < LEAVE or crowded) and not self._unfair
+            turn = (self.gain < LEAVE or self._crowded) and not self._unfair
         else:
-            turn = (self.gain > ENTER and not crowded) or self._unfair
+            turn = (self.gain > ENTER and not self._crowded) or self._unfair
         if turn and self._queued:
             self._policy = self._line if self._policy is self._mlfq else self._mlfq
-            reason = (
-                ", a tenant behind its share" if self._unfair else ", prompts take most of the time" if crowded else ""
-            )
+            prompts = ", prompts take most of the time" if self._crowded else ""
+            reason = ", a tenant behind its share" if self._unfair else prompts
             detail = f"{self.mode}: predicted gain {self.gain:.2f}{reason}"
             self._changes.append(Change(key="", what="mode", at_s=self._now_s, detail=detail))
         self._queued = False
 
-    def _crowded(self) -> bool:
-        """Prompts take most of the time, and rows the rest. Forgets a part of what it goes by."""
+    def _look_at_prompts(self) -> None:
+        """Whether they take most of the time, and rows the rest. Forgets a part of what it goes by."""
         prompts_s, rows_s = self._prompts_s, self._rows_s
         self._prompts_s, self._rows_s = prompts_s * (1 - 1 / MEMORY), rows_s * (1 - 1 / MEMORY)
         both_s = prompts_s + rows_s
-        return prompts_s > MOST_PROMPTS * both_s and rows_s > LEAST_ROWS * both_s
+        most = ROOMY if self._crowded else CROWDED
+        self._crowded = prompts_s > most * both_s and rows_s > LEAST_ROWS * both_s

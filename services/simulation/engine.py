@@ -36,6 +36,11 @@ class _Step:
     chunks: list[tuple[str, _Live, int]] = field(default_factory=list)
     context: int = 0  # of the rows, their new tokens included
 
+    def add_row(self, key: str, one: _Live) -> None:
+        """It decodes a token."""
+        self.rows.append((key, one))
+        self.context += one.context + 1
+
     def keys(self) -> list[str]:
         """Of all that run."""
         return [key for key, _ in self.rows] + [key for key, _, _ in self.chunks]
@@ -172,6 +177,9 @@ class Simulation:
         return plan.run
 
     def _step_of(self, keys: Sequence[str]) -> _Step:
+        """With whose turn it is; those whose prompts get no token any more leave their places to who decodes next, as
+        in a decode worker.
+        """
         step = _Step()
         budget = self._machine.prefill.chunk_tokens
         for key in keys:
@@ -180,13 +188,21 @@ class Simulation:
                 one.began = True
                 self._tokens += one.context
             if not one.pending:
-                step.rows.append((key, one))
-                step.context += one.context + 1
+                step.add_row(key, one)
             elif budget:
                 tokens = min(budget, one.pending)
                 step.chunks.append((key, one, tokens))
                 budget -= tokens
+        if self._memory is None and len(step.rows) + len(step.chunks) < len(keys):
+            self._fill(step, keys)
         return step
+
+    def _fill(self, step: _Step, keys: Sequence[str]) -> None:
+        chosen = set(keys)
+        others = [key for key, one in self._live.items() if not one.pending and key not in chosen]
+        times = dict(zip(others, self._policy.enst_s(others, self._machine.batch, self._now_s), strict=True))
+        for key in sorted(others, key=times.__getitem__)[: len(keys) - len(step.rows) - len(step.chunks)]:
+            step.add_row(key, self._live[key])
 
     def _compute(self, step: _Step) -> None:
         begin_s, batch = self._now_s, len(step.rows)

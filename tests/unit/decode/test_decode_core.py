@@ -28,6 +28,7 @@ from services.decode.messages import (
 from services.decode.requests import GROWTH_TOKENS
 from services.engine.sampling_spec import History, SamplingSpec, TokenLogprobs
 from services.errors import HandOffLost, NotAdmitted
+from services.schedule.catalog import policy_named
 from services.worker.work import Computed, Work
 
 
@@ -101,6 +102,16 @@ def test_prompt_chunks_run_beside_decoding_under_the_token_budget() -> None:
     assert model.step(c) == [("a", 3, 1), ("b", 4, 4)]
     assert model.step(c) == [("a", 4, 1), ("b", 8, 1)]
     assert model.step(c) == [("a", 5, 1), ("b", 9, 1)]
+
+
+def test_who_decodes_goes_on_however_many_prompts_are_before_it() -> None:
+    """The token budget is one prompt's in each step: all other places would be nobody's."""
+    c, model = core(blocks=200, chunk_tokens=4, max_batch=2, policy=policy_named("priority")), Model()
+    c.apply(request("late", 2, max_new_tokens=30), 0.0)
+    model.step(c)
+    for number in range(12):
+        c.apply(request(str(number), ids=[number + 1] * 40, priority=1), 0.0)
+    assert [model.step(c)[0] for _ in range(3)] == [("late", 2, 1), ("late", 3, 1), ("late", 4, 1)]
 
 
 def test_out_of_blocks_the_youngest_gives_way_and_every_answer_stays_the_same() -> None:

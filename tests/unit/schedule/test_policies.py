@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from services.schedule.auto import ENTER, EVERY, LEAST, LEAVE, MOST_PROMPTS, Auto
+from services.schedule.auto import CROWDED, ENTER, EVERY, LEAST, LEAVE, ROOMY, Auto
 from services.schedule.catalog import POLICIES, policy_named
 from services.schedule.gain import burst_gain, predicted_gain, steady_gain
 from services.schedule.mlfq import Mlfq
@@ -250,18 +250,10 @@ def test_auto_does_not_learn_from_what_was_cancelled() -> None:
     assert policy.mode == "fcfs"
 
 
-@pytest.mark.parametrize("tokens", [1, 100])
-@pytest.mark.parametrize(
-    ("share", "mode"), [(MOST_PROMPTS - 0.05, "mlfq"), (MOST_PROMPTS + 0.05, "fcfs"), (1.0, "mlfq")]
-)
-def test_auto_stays_first_come_first_served_where_prompts_leave_rows_little_time(
-    share: float, mode: str, tokens: int
-) -> None:
-    """A share of all time is a prompt's, before each answer; where all is, nobody decodes, and prompts pass prompts."""
-    policy = Auto(Mlfq(step_s=1.0))
-    policy.arrive(job("waiting"), 0.0)
+def prompts_of(policy: Auto, share: float, tokens: int = 100) -> str:
+    """The mode after SKEWED, a share of all time being a prompt's, before each answer, while somebody waits."""
     for index, service_s in enumerate(shuffled(SKEWED)):
-        key = str(index)
+        key = f"{share} {index}"
         policy.arrive(job(key), 0.0)
         policy.choose(1, 0.0)
         policy.ran([key], service_s * share, 0.0, tokens=tokens, prompt=True)
@@ -269,7 +261,31 @@ def test_auto_stays_first_come_first_served_where_prompts_leave_rows_little_time
             policy.ran([key], service_s * (1 - share), 0.0)
         policy.finish(key)
     policy.choose(1, 0.0)
-    assert policy.mode == mode
+    return policy.mode
+
+
+@pytest.mark.parametrize("tokens", [1, 100])
+@pytest.mark.parametrize(("share", "mode"), [(CROWDED - 0.05, "mlfq"), (CROWDED + 0.05, "fcfs"), (1.0, "mlfq")])
+def test_auto_stays_first_come_first_served_where_prompts_leave_rows_little_time(
+    share: float, mode: str, tokens: int
+) -> None:
+    """Where all time is a prompt's nobody decodes, and prompts pass prompts."""
+    policy = Auto(Mlfq(step_s=1.0))
+    policy.arrive(job("waiting"), 0.0)
+    assert prompts_of(policy, share, tokens) == mode
+
+
+def test_auto_does_not_waver_where_prompts_take_about_as_much_as_it_minds() -> None:
+    """It turned every few seconds, and what it had begun in one schedule lay about in the other: worse than both."""
+    policy = Auto(Mlfq(step_s=1.0))
+    policy.arrive(job("waiting"), 0.0)
+    between = (CROWDED + ROOMY) / 2
+    assert [prompts_of(policy, share) for share in (between, CROWDED + 0.05, between - 0.001, ROOMY / 2)] == [
+        "mlfq",
+        "fcfs",
+        "fcfs",
+        "mlfq",
+    ]
 
 
 def simulated_delays(times: list[float], quantum_s: float, seed: int) -> float:

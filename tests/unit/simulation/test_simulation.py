@@ -92,6 +92,14 @@ def test_a_prompt_is_computed_in_chunks_beside_the_rows_and_its_last_chunk_gives
     assert ends(outcome) == {"a": (1.0, 6.0), "b": (6.0, 7.0)}
 
 
+def test_who_decodes_goes_on_in_the_places_of_prompts_that_get_no_token() -> None:
+    """The first of both prompts takes all that a step has for prompts."""
+    long = [replace(request(key, 0.5, 2000, 1), priority=1) for key in "bc"]
+    outcome = simulated([request("a", 0.0, 1, 6), *long], "priority", batch=2, aggregated=True)
+    assert {one.request.key: one.preemptions for one in outcome.records}["a"] == 0
+    assert ends(outcome)["a"][1] < min(ends(outcome)[key][1] for key in "bc")
+
+
 def test_the_oracle_is_told_the_whole_service_time() -> None:
     outcome = simulated([request("long", 0.0, 1, 9), request("a", 0.0, 1, 3), request("b", 0.0, 1, 1)], "srpt-oracle")
     assert {key: end_s for key, (_, end_s) in ends(outcome).items()} == {"b": 1.0, "a": 4.0, "long": 13.0}
