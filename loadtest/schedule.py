@@ -97,6 +97,7 @@ def schedule(
         else:
             workloads = _chosen(_every(traces), names)
             sizes = LIVE[:3] if quick else LIVE
+            click.echo(f"measuring what a decision costs, with up to {sizes[-1]:,} requests", err=True)
             spent = [*costs(time.process_time, live=sizes), *decisions(time.process_time, live=sizes)]
             seeds = min(seeds, 2) if quick else seeds
             with _sigterm_interrupts():

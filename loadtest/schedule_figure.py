@@ -13,13 +13,13 @@ from matplotlib.figure import Figure
 from loadtest.figures import BLUE, GOLD, GREY, RED, dress, legend_above, plain_ticks, save
 from loadtest.schedule_report import Row
 
-LOOKS: Final[Mapping[str, tuple[str, str]]] = {
-    "fcfs": (GREY, "s"),
-    "mlfq": (BLUE, "o"),
-    "auto": (RED, "D"),
-    "srpt-oracle": (GOLD, "^"),
+LOOKS: Final[Mapping[str, tuple[str, str, float]]] = {
+    "fcfs": (GREY, "s", 4),
+    "mlfq": (BLUE, "o", 9),
+    "auto": (RED, "D", 4),
+    "srpt-oracle": (GOLD, "^", 5),
 }
-"""Colour and marker of what is drawn."""
+"""Colour, marker and its size: auto is mostly where one of the others is, and both are to be seen."""
 FIRST: Final = (
     ("skewed", "decode-only"),
     ("skewed", "aggregated"),
@@ -75,10 +75,10 @@ def over_workloads(rows: Sequence[Row]) -> Figure:
     kinds = sorted(by_kind, key=lambda kind: _gain(by_kind[kind], "mlfq", "mean_jct_s"))
     figure = Figure(figsize=(10.0, 1.6 + 0.36 * len(kinds)), layout="constrained")
     for axes, (name, label) in zip(figure.subplots(1, 2, sharey=True), MEASURES, strict=True):
-        for policy, (color, marker) in LOOKS.items():
+        for policy, (color, marker, size) in LOOKS.items():
             if policy != "fcfs":
                 gains = [_gain(by_kind[kind], policy, name) for kind in kinds]
-                axes.plot(gains, range(len(kinds)), marker, color=color, label=policy, alpha=0.85)
+                axes.plot(gains, range(len(kinds)), marker, color=color, markersize=size, label=policy)
         axes.axvline(1.0, color=LOOKS["fcfs"][0], linewidth=1)
         axes.set_xscale("log")
         plain_ticks(axes, "x")
@@ -92,10 +92,10 @@ def _curves(axes: Axes, rows: Sequence[Row], name: str) -> None:
     lines: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         lines[row.cell.policy].append(row)
-    for policy, (color, marker) in LOOKS.items():
+    for policy, (color, marker, size) in LOOKS.items():
         line = sorted(lines.get(policy, ()), key=lambda row: row.cell.load)
         loads = [row.cell.load for row in line]
-        axes.plot(loads, [row.values[name] for row in line], color=color, marker=marker, markersize=4, label=policy)
+        axes.plot(loads, [row.values[name] for row in line], color=color, marker=marker, markersize=size, label=policy)
     axes.set_xticks(sorted({row.cell.load for row in rows}))
     axes.set_yscale("log")
     low, high = axes.get_ylim()
