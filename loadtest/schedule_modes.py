@@ -1,7 +1,9 @@
 """What `python -m loadtest schedule --real` runs, and what comes of a run. Pure: all randomness is in the seeds.
 
-Lengths are those of the simulation divided by SCALE, so that a run ends. Load 1.0 is the rate at which a machine of the
-workers' own latency, first come, first served, completes a backlog (`schedule_runs.saturation`).
+Lengths are those of the simulation divided by SCALE, so that a run ends; where prompts are computed apart, those by
+APART: a CPU is as slow at prompts as it likes, and decode is to be what requests wait for. Load 1.0 is the rate at
+which a machine of the workers' own latency, first come, first served, completes a backlog (`schedule_runs.saturation`),
+or at which prefill workers are always busy, if that is less.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from services.simulation.engine import Simulation
 from services.simulation.machine import Machine
 
 SCALE: Final = 2
+APART: Final = 4
 BATCH: Final = 8
 ALONE: Final = 12
 """Prompts of a warm-up."""
@@ -42,8 +45,9 @@ class Mode:
     policies: Sequence[str]
 
     def load_1(self, latency: Latency) -> float:
-        """Requests a second at which decode workers of that latency are just busy. ValueError: a fit is missing."""
-        return saturation(self._decoded, self._machine(latency))
+        """Requests a second at which workers of that latency are just busy. ValueError: a fit is missing."""
+        decoded = saturation(self._decoded, self._machine(latency))
+        return decoded / max(1.0, self.prefill_busy(latency, decoded))
 
     def predicted_jct_s(self, latency: Latency, policy: str, rate: float, count: int, seed: int) -> float:
         """Mean completion time of a run, by that latency."""
@@ -54,8 +58,10 @@ class Mode:
 
     def prefill_busy(self, latency: Latency, rate: float) -> float:
         """The share of the time in which prompts are computed, where that happens apart: near 1, decode is not what
-        requests wait for.
+        requests wait for. 0 where it does not.
         """
+        if not self.prefill:
+            return 0.0
         assert latency.prefill is not None, "learned"
         requests = self.workload.requests(rate, 200, -1)
         return rate * mean([latency.prefill.prompt_s(request.prompt_tokens) for request in requests]) / self.prefill
@@ -88,10 +94,10 @@ def _at_once(prompt: str, tokens: int) -> Planned:
     return Planned(at_s=0.0, prompt=prompt, max_tokens=tokens, seed=0)
 
 
-def _scaled(lengths: Callable[[random.Random], Lengths]) -> Callable[[random.Random], Lengths]:
+def _scaled(lengths: Callable[[random.Random], Lengths], prompts: int = SCALE) -> Callable[[random.Random], Lengths]:
     def drawn(rng: random.Random) -> Lengths:
         prompt, output = lengths(rng)
-        return max(1, prompt // SCALE), max(1, output // SCALE)
+        return max(1, prompt // prompts), max(1, output // SCALE)
 
     return drawn
 
@@ -112,7 +118,7 @@ MODES: Final = (
     Mode(
         name="disaggregated",
         prefill=1,
-        workload=Workload(name="skewed", lengths=_scaled(skewed)),
+        workload=Workload(name="skewed", lengths=_scaled(skewed, APART)),
         policies=("fcfs", "mlfq", "auto"),
     ),
     Mode(

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from loadtest import schedule_real
 from loadtest.__main__ import main
 from loadtest.client import Measured
-from loadtest.schedule_modes import BATCH, MODES, SCALE, Live, Mode, planned, skip_join_gain, values
+from loadtest.schedule_modes import APART, BATCH, MODES, SCALE, Live, Mode, planned, skip_join_gain, values
 from loadtest.schedule_real import Say, watched
 from loadtest.schedule_runs import CHUNKED, Cell, Run, saturation
 from loadtest.workloads import synthetic
@@ -47,7 +47,8 @@ def test_lengths_are_those_of_the_simulation_scaled_and_arrivals_come_at_the_rat
     live = planned(mode.workload, 2.0, 400, 1)
     assert [one.at_s for one in live] == [one.arrival_s for one in simulated]
     assert [one.max_tokens for one in live] == [one.output_tokens // SCALE for one in simulated]
-    assert [len(one.prompt.split()) for one in live] == [one.prompt_tokens // SCALE for one in simulated]
+    prompts = APART if mode.prefill else SCALE
+    assert [len(one.prompt.split()) for one in live] == [one.prompt_tokens // prompts for one in simulated]
     assert live[-1].at_s == pytest.approx(400 / 2.0, rel=0.2)
 
 
@@ -60,13 +61,20 @@ def test_load_1_is_what_decode_alone_completes_where_prompts_are_computed_elsewh
     assert load_1 == pytest.approx(BATCH / steps / 0.04, rel=0.08)
     whole = saturation(MODES[0].workload, Machine(latency=LATENCY, batch=BATCH))
     assert load_1 / whole == pytest.approx((steps + 1) / steps, abs=0.01)
-    slow_prompts = replace(LATENCY, prefill=PrefillFit(a_s=1, b_s=1, c_s=0, chunk_tokens=256, error=0.0, steps=20))
-    assert MODES[0].load_1(slow_prompts) == MODES[0].load_1(LATENCY)
 
 
 def test_it_is_said_how_busy_prefill_is() -> None:
-    """Prompts of 82 tokens on average, 0.01 s a step and 0.5 ms a token."""
-    assert MODES[0].prefill_busy(LATENCY, 4.0) == pytest.approx(4.0 * (0.01 + 82 * 5e-4), rel=0.2)
+    """Prompts of 41 tokens on average, 0.01 s a step and 0.5 ms a token."""
+    assert MODES[0].prefill_busy(LATENCY, 4.0) == pytest.approx(4.0 * (0.01 + 41 * 5e-4), rel=0.2)
+    assert MODES[1].prefill_busy(LATENCY, 4.0) == 0.0
+
+
+def test_where_prompts_take_longer_than_answers_load_1_is_what_prefill_can_do() -> None:
+    """It was decode's, and every request waited for a prefill worker that could never keep up."""
+    slow = replace(LATENCY, prefill=PrefillFit(a_s=1, b_s=1, c_s=0, chunk_tokens=256, error=0.0, steps=20))
+    rate = MODES[0].load_1(slow)
+    assert rate < MODES[0].load_1(LATENCY)
+    assert MODES[0].prefill_busy(slow, rate) == pytest.approx(1.0)
 
 
 def test_load_1_of_an_aggregated_mesh_has_the_prompts_in_it() -> None:
