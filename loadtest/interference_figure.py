@@ -8,6 +8,7 @@ from typing import Final
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
 
 from loadtest.figures import BLUE, GOLD, GREY, RED, dress, plain_ticks, save
 from loadtest.interference_report import BAR_MS, Observed
@@ -25,18 +26,20 @@ def over_time(runs: Sequence[Observed]) -> Figure:
     under load that are longer than so many milliseconds; the line is the most that the 99th percentile may be.
     """
     figure = Figure(figsize=(10.0, 2.2 * len(runs) + 3.0), layout="constrained")
-    panels = figure.subplots(len(runs) + 1, 1, height_ratios=[*([2.2] * len(runs)), 3.0])
-    for axes, observed, color in zip(panels, runs, COLORS * len(runs), strict=False):
+    *above, last = figure.subplots(len(runs) + 1, 1, height_ratios=[*([2.2] * len(runs)), 3.0])
+    for axes, observed, color in zip(above, runs, COLORS * len(runs), strict=False):
         _gaps(axes, observed, color)
-        axes.sharey(panels[0])
-        _tail(panels[-1], observed, color)
-    plain_ticks(panels[0], "y")
-    last = panels[-1]
+        _tail(last, observed, color)
+    ends = [end for axes in above for end in axes.get_ylim()]
+    for axes in above:
+        axes.set_ylim(min(ends), max(ends))
+        plain_ticks(axes, "y")
     last.axvline(BAR_MS, color=GREY, linewidth=1, linestyle=":")
     last.axhline(0.01, color=GREY, linewidth=1, linestyle=":")
     last.set_xscale("log")
     last.set_yscale("log")
     plain_ticks(last, "x")
+    last.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))
     dress(last, x="gap between two tokens, ms", y="share of gaps that are longer", grid="both")
     last.legend(frameon=False)
     return figure

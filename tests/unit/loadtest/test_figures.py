@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -83,12 +84,12 @@ def test_every_server_has_a_panel_of_its_gaps_and_a_curve_below() -> None:
     short = Answer(long=False, sent_s=0.0, arrivals_s=(1.0, 1.1, 12.0, 12.5), tokens=4)
     long = Answer(long=True, sent_s=11.0, arrivals_s=(12.0,), tokens=1)
     run = Observed(name="ours", loaded_s=10.0, end_s=20.0, answers=(short, long))
-    ours, quiet, below = interference_figure.over_time(
-        [run, Observed(name="peer", loaded_s=10.0, end_s=20.0, answers=(short,))]
-    ).axes
+    peer = Observed(name="peer", loaded_s=10.0, end_s=20.0, answers=(replace(short, arrivals_s=(1.0, 1.1)),))
+    quiet, ours, below = interference_figure.over_time([peer, run]).axes
+    assert ours.get_ylim() == quiet.get_ylim() and ours.get_ylim()[1] > 500
     dots, *prompts = ours.lines
     assert [round(float(gap_ms)) for gap_ms in dots.get_ydata()] == [100, 500]
     assert [list(line.get_xdata()) for line in prompts] == [[11.0, 11.0]]
     assert len(quiet.lines) == 1
     legend = below.get_legend()
-    assert legend is not None and [text.get_text() for text in legend.get_texts()] == ["ours", "peer"]
+    assert legend is not None and [text.get_text() for text in legend.get_texts()] == ["peer", "ours"]
