@@ -1,9 +1,9 @@
 """What `python -m loadtest schedule --real` runs, and what comes of a run. Pure: all randomness is in the seeds.
 
 Lengths are those of the simulation divided by SCALE, so that a run ends; where prompts are computed apart, those by
-APART: a CPU is as slow at prompts as it likes, and decode is to be what requests wait for. Load 1.0 is the rate at
-which a machine of the workers' own latency, first come, first served, completes a backlog (`schedule_runs.saturation`),
-or at which prefill workers are always busy, if that is less.
+APART: decode is to be what requests wait for, and a CPU is slow at prompts. Load 1.0 is the rate at which a machine of
+the workers' own latency, first come, first served, completes a backlog (`schedule_runs.saturation`), corrected by how
+much longer than predicted a mesh takes for one: all its processes share few cores, and prefill may be what is slowest.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from services.simulation.engine import Simulation
 from services.simulation.machine import Machine
 
 SCALE: Final = 2
-APART: Final = 4
+APART: Final = 8
 BATCH: Final = 8
+BACKLOG: Final = 96
+"""Requests that come at once."""
 ALONE: Final = 12
 """Prompts of a warm-up."""
 
@@ -45,9 +47,18 @@ class Mode:
     policies: Sequence[str]
 
     def load_1(self, latency: Latency) -> float:
-        """Requests a second at which workers of that latency are just busy. ValueError: a fit is missing."""
-        decoded = saturation(self._decoded, self._machine(latency))
-        return decoded / max(1.0, self.prefill_busy(latency, decoded))
+        """Requests a second at which decode workers of that latency are just busy. ValueError: a fit is missing."""
+        return saturation(self._decoded, self._machine(latency))
+
+    def backlog(self) -> list[Planned]:
+        """What shows how many requests a mesh completes when there are always more."""
+        return [replace(one, at_s=0.0) for one in planned(self.workload, 1.0, BACKLOG, -1)]
+
+    def predicted_backlog_s(self, latency: Latency) -> float:
+        """Until all of that is answered, first come, first served, by that latency."""
+        requests = [replace(one, arrival_s=0.0) for one in self._decoded.requests(1.0, BACKLOG, -1)]
+        records = Simulation(self._machine(latency), policy_named("fcfs"), requests).run().records
+        return max(record.completion_s for record in records)
 
     def predicted_jct_s(self, latency: Latency, policy: str, rate: float, count: int, seed: int) -> float:
         """Mean completion time of a run, by that latency."""

@@ -2,7 +2,7 @@
 
 The meshes of a mode stand beside each other and work in turns, seed by seed, every other seed in reverse, so that what
 is compared was measured within minutes; an idle mesh uses no core. First every mesh gets the same warm-up, from which
-its workers learn how long they compute; their own latency models then say which rate is load 1.0.
+its workers learn how long they compute; their own latency models and a backlog then say which rate is load 1.0.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from services.errors import StartError
 from services.latency import Latency
 
 WARM_UP_LIMIT_S: Final = 180.0
+BACKLOG_LIMIT_S: Final = 600.0
 LEARN_LIMIT_S: Final = 10.0
 """Workers say once a second what they have learned."""
 PROGRESS_S: Final = 5.0
@@ -56,7 +57,8 @@ def _runs_of(live: Live, mode: Mode, limit_s: float, say: Say) -> Iterator[Run]:
         stack.enter_context(_beside_steps(mode))
         end_s = time.monotonic() + limit_s
         latency = _learned_by_all(mode, meshes, say)
-        rate = mode.load_1(latency)
+        longer = _longer(mode, next(iter(meshes.values())), latency, say)
+        rate = mode.load_1(latency) / longer
         run_s = TAIL * live.count / rate
         busy = f", prefill is busy {mode.prefill_busy(latency, rate):.0%} then" if mode.prefill else ""
         say(f"{mode.name}: load 1.0 is {rate:.2f} requests a second{busy}; a run takes about {run_s:.0f} s")
@@ -126,6 +128,16 @@ def _learned_by_all(mode: Mode, meshes: Mapping[str, LaunchedMesh], say: Say) ->
         learned.append(_learned(mesh))
         say(f"{title}: {described(learned[-1])}; just busy at {mode.load_1(learned[-1]):.2f} requests a second")
     return sorted(learned, key=mode.load_1)[len(learned) // 2]
+
+
+def _longer(mode: Mode, mesh: LaunchedMesh, latency: Latency, say: Say) -> float:
+    """How many times as long as predicted a mesh takes for a backlog, first come, first served; 1 at least."""
+    title = f"{mode.name}, fcfs: backlog"
+    measured = _sent(mesh, mode.backlog(), BACKLOG_LIMIT_S, partial(_say_under, say, title))
+    _values(measured, title)
+    taken_s, predicted_s = max(one.total_s for one in measured), mode.predicted_backlog_s(latency)
+    say(f"{title}: answered after {taken_s:.1f} s ({predicted_s:.1f} s by their latency)")
+    return max(1.0, taken_s / predicted_s)
 
 
 def described(latency: Latency) -> str:
