@@ -73,7 +73,7 @@ def schedule(
 ) -> None:
     """First come, first served against feedback queues and what else there is, on OPT-13B on an A100.
 
-    The whole run takes a quarter of an hour on two cores. --real sends the same traffic, shortened, to live meshes,
+    The whole run takes twenty-five minutes on two cores. --real sends the same traffic, shortened, to live meshes,
     about an hour long; Ctrl-C or SIGTERM stops them and shows what there is by then.
     """
     if plot:
