@@ -46,13 +46,21 @@ class Watched(Mlfq):
         return chosen
 
     def ran(
-        self, keys: Iterable[str], seconds: float, now_s: float, *, tokens: int = 1, steps: int = 1, first: bool = False
+        self,
+        keys: Iterable[str],
+        seconds: float,
+        now_s: float,
+        *,
+        tokens: int = 1,
+        steps: int = 1,
+        prompt: bool = False,
+        first: bool = False,
     ) -> None:
         keys = list(keys)
         for key in keys:
             self.waits.append((self._now_s - self._last_s[key], self._top.pop(key, 0)))
             self._last_s[key] = now_s
-        super().ran(keys, seconds, now_s, tokens=tokens, steps=steps, first=first)
+        super().ran(keys, seconds, now_s, tokens=tokens, steps=steps, prompt=prompt, first=first)
 
 
 def traffic(count: int, rate: float, seed: int) -> list[Request]:
