@@ -62,9 +62,7 @@ def over_load(rows: Sequence[Row]) -> Figure:
             last = place == len(MEASURES) - 1
             dress(axes, x="load, share of saturation" if last else "", y="" if column else f"{label}, s")
         panels[0][column].set_title(", ".join(kind))
-    figure.legend(
-        *panels[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=len(LOOKS), frameon=False
-    )
+    legend_above(figure, panels[0][0])
     return figure
 
 

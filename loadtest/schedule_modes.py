@@ -28,8 +28,9 @@ from services.simulation.machine import Machine
 SCALE: Final = 2
 APART: Final = 8
 BATCH: Final = 8
-BACKLOG: Final = 96
-"""Requests that come at once."""
+BACKLOG_S: Final = 60.0
+BACKLOG: Final = (24, 96)
+"""So many requests come at once, between these bounds, as take about so long."""
 ALONE: Final = 12
 """Prompts of a warm-up."""
 
@@ -50,13 +51,15 @@ class Mode:
         """Requests a second at which decode workers of that latency are just busy. ValueError: a fit is missing."""
         return saturation(self._decoded, self._machine(latency))
 
-    def backlog(self) -> list[Planned]:
+    def backlog(self, latency: Latency) -> list[Planned]:
         """What shows how many requests a mesh completes when there are always more."""
-        return [replace(one, at_s=0.0) for one in planned(self.workload, 1.0, BACKLOG, -1)]
+        count = min(max(BACKLOG[0], round(BACKLOG_S * self.load_1(latency))), BACKLOG[1])
+        return [replace(one, at_s=0.0) for one in planned(self.workload, 1.0, count, -1)]
 
     def predicted_backlog_s(self, latency: Latency) -> float:
         """Until all of that is answered, first come, first served, by that latency."""
-        requests = [replace(one, arrival_s=0.0) for one in self._decoded.requests(1.0, BACKLOG, -1)]
+        count = len(self.backlog(latency))
+        requests = [replace(one, arrival_s=0.0) for one in self._decoded.requests(1.0, count, -1)]
         records = Simulation(self._machine(latency), policy_named("fcfs"), requests).run().records
         return max(record.completion_s for record in records)
 
@@ -69,10 +72,8 @@ class Mode:
 
     def prefill_busy(self, latency: Latency, rate: float) -> float:
         """The share of the time in which prompts are computed, where that happens apart: near 1, decode is not what
-        requests wait for. 0 where it does not.
+        requests wait for.
         """
-        if not self.prefill:
-            return 0.0
         assert latency.prefill is not None, "learned"
         requests = self.workload.requests(rate, 200, -1)
         return rate * mean([latency.prefill.prompt_s(request.prompt_tokens) for request in requests]) / self.prefill

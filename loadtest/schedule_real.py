@@ -133,7 +133,7 @@ def _learned_by_all(mode: Mode, meshes: Mapping[str, LaunchedMesh], say: Say) ->
 def _longer(mode: Mode, mesh: LaunchedMesh, latency: Latency, say: Say) -> float:
     """How many times as long as predicted a mesh takes for a backlog, first come, first served; 1 at least."""
     title = f"{mode.name}, fcfs: backlog"
-    measured = _sent(mesh, mode.backlog(), BACKLOG_LIMIT_S, partial(_say_under, say, title))
+    measured = _sent(mesh, mode.backlog(latency), BACKLOG_LIMIT_S, partial(_say_under, say, title))
     _values(measured, title)
     taken_s, predicted_s = max(one.total_s for one in measured), mode.predicted_backlog_s(latency)
     say(f"{title}: answered after {taken_s:.1f} s ({predicted_s:.1f} s by their latency)")

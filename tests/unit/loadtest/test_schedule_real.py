@@ -77,15 +77,16 @@ def test_load_1_is_what_decode_alone_completes_where_prompts_are_computed_elsewh
 def test_it_is_said_how_busy_prefill_is() -> None:
     """Prompts of 20 tokens on average, 0.01 s a step and 0.5 ms a token."""
     assert MODES[0].prefill_busy(LATENCY, 4.0) == pytest.approx(4.0 * (0.01 + 20 * 5e-4), rel=0.2)
-    assert MODES[1].prefill_busy(LATENCY, 4.0) == 0.0
 
 
 def test_a_backlog_comes_at_once_and_takes_as_long_as_its_steps() -> None:
     """A step of eight takes 40 ms; at the end a few long answers, of 350 tokens, are alone with theirs."""
-    backlog = MODES[0].backlog()
-    assert {one.at_s for one in backlog} == {0.0} and len(backlog) == BACKLOG
+    backlog = MODES[0].backlog(LATENCY)
+    assert {one.at_s for one in backlog} == {0.0} and len(backlog) == BACKLOG[1]
     least_s = sum(one.max_tokens - 1 for one in backlog) * 0.04 / BATCH
     assert least_s < MODES[0].predicted_backlog_s(LATENCY) < least_s + 350 * 0.04
+    slow = replace(LATENCY, prefill=PrefillFit(a_s=1, b_s=0.01, c_s=0, chunk_tokens=256, error=0.0, steps=20))
+    assert len(MODES[1].backlog(slow)) == BACKLOG[0], "a run is not to wait for hours"
 
 
 def test_load_1_of_an_aggregated_mesh_has_the_prompts_in_it() -> None:
