@@ -1,4 +1,4 @@
-"""What the figures of load tests have in common. Importing this does not import matplotlib, an extra; `*_figure`s do."""
+"""What the figures of load tests have in common. Importing this imports no matplotlib, an extra; `*_figure`s do."""
 
 from __future__ import annotations
 
