@@ -117,7 +117,7 @@ class Order:
             if request.stage is not Stage.RUNNING:
                 own_s = chunk_s(self.latency().prefill, item.slice, seconds)
                 first = item.slice.wants_logits and not request.generated
-                self.policy.ran([item.key], own_s, now_s, tokens=tokens, prompt=True, first=first)
+                self.policy.computed(item.key, own_s, now_s, tokens=tokens, first=first)
         self._note_changes()
 
     def stuck(self) -> bool:

@@ -229,7 +229,7 @@ class PrefillCore:
         fit = self.latency().prefill
         for item in work:
             seconds = chunk_s(fit, item.slice, step_s)
-            self.policy.ran([item.key], seconds, now_s, tokens=len(item.slice.token_ids), prompt=True)
+            self.policy.computed(item.key, seconds, now_s, tokens=len(item.slice.token_ids))
 
     def _leave_turns(self, key: str, *, completed: bool) -> None:
         del self._computing[key]

@@ -22,7 +22,7 @@ How a worker drives it, between two steps, on one thread, with its own monotonic
     plan = swapper.plan(View(chosen=chosen, upcoming=policy.upcoming(3 * batch, batch, now_s), ...))
     carry out plan.drop, .out, .back; give each of plan.run the blocks it needs; compute the step of plan.run
     policy.ran(rows, step_s, now_s)           decoding rows are charged the step, as it would be without chunks
-    policy.ran([key], own_s, now_s, tokens=n, prompt=True, first=…)
+    policy.computed(key, own_s, now_s, tokens=n, first=…)
                                               for each chunk of a prompt: what it would take by itself; `first` with the
                                               one that gives the first token
     policy.measured(step_s)                   after steps that decode only (or predicted for the rows, in mixed ones)

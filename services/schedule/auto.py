@@ -95,26 +95,19 @@ class Auto:
             self._look()
         return self._policy.choose(batch, now_s)
 
-    def ran(
-        self,
-        keys: Iterable[str],
-        seconds: float,
-        now_s: float,
-        *,
-        tokens: int = 1,
-        steps: int = 1,
-        prompt: bool = False,
-        first: bool = False,
-    ) -> None:
+    def ran(self, keys: Iterable[str], seconds: float, now_s: float, *, steps: int = 1) -> None:
         """See Policy."""
         keys = list(keys)
-        self._mlfq.ran(keys, seconds, now_s, tokens=tokens, steps=steps, prompt=prompt, first=first)
-        if prompt:
-            self._prompts_s += seconds
-        else:
-            self._rows_s += seconds
+        self._mlfq.ran(keys, seconds, now_s, steps=steps)
+        self._rows_s += seconds
         for key in keys:
             self._used_s[key] += seconds
+
+    def computed(self, key: str, seconds: float, now_s: float, *, tokens: int, first: bool = False) -> None:
+        """See Policy."""
+        self._mlfq.computed(key, seconds, now_s, tokens=tokens, first=first)
+        self._prompts_s += seconds
+        self._used_s[key] += seconds
 
     def finish(self, key: str, *, completed: bool = True) -> None:
         """See Policy."""

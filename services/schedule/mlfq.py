@@ -98,34 +98,34 @@ class Mlfq:
         self._chosen = dict.fromkeys(chosen)
         return chosen
 
-    def ran(
-        self,
-        keys: Iterable[str],
-        seconds: float,
-        now_s: float,
-        *,
-        tokens: int = 1,
-        steps: int = 1,
-        prompt: bool = False,
-        first: bool = False,
-    ) -> None:
+    def ran(self, keys: Iterable[str], seconds: float, now_s: float, *, steps: int = 1) -> None:
         """See Policy."""
-        step_s, ladder, serve = seconds / steps, self._ladder, self._shares.serve
         for key in keys:
-            place = self._places[key]
-            place.used_s += seconds
-            place.tokens += tokens
-            place.wait(now_s, ladder.quantum_s)
-            serve(place.job.tenant, tokens)
-            if first and not place.began:
-                place.began = True
-                self._lower(place, 1, 0.0, now_s, "began")
-                continue
-            place.began = place.began or not prompt
-            if place.began or not place.level:
-                level, used_s = ladder.demoted(place.level, place.used_s, step_s)
-                if level != place.level:
-                    self._lower(place, level, used_s, now_s, "demoted")
+            place = self._charged(key, seconds, steps, now_s)
+            place.began = True
+            self._demote(place, seconds / steps, now_s)
+
+    def computed(self, key: str, seconds: float, now_s: float, *, tokens: int, first: bool = False) -> None:
+        """See Policy."""
+        place = self._charged(key, seconds, tokens, now_s)
+        if first and not place.began:
+            place.began = True
+            self._lower(place, 1, 0.0, now_s, "began")
+        elif place.began or not place.level:
+            self._demote(place, seconds, now_s)
+
+    def _charged(self, key: str, seconds: float, tokens: int, now_s: float) -> Place:
+        place = self._places[key]
+        place.used_s += seconds
+        place.tokens += tokens
+        place.wait(now_s, self._ladder.quantum_s)
+        self._shares.serve(place.job.tenant, tokens)
+        return place
+
+    def _demote(self, place: Place, step_s: float, now_s: float) -> None:
+        level, used_s = self._ladder.demoted(place.level, place.used_s, step_s)
+        if level != place.level:
+            self._lower(place, level, used_s, now_s, "demoted")
 
     def finish(self, key: str, *, completed: bool = True) -> None:
         """See Policy."""

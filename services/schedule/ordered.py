@@ -38,24 +38,17 @@ class Ordered:
         """See Policy."""
         return self._queue.first(batch)
 
-    def ran(
-        self,
-        keys: Iterable[str],
-        seconds: float,
-        now_s: float,
-        *,
-        tokens: int = 1,
-        steps: int = 1,
-        prompt: bool = False,
-        first: bool = False,
-    ) -> None:
+    def ran(self, keys: Iterable[str], seconds: float, now_s: float, *, steps: int = 1) -> None:
         """See Policy."""
-        if not self._shrinks:
-            return
-        for key in keys:
-            rank = self._queue.rank(key)
-            self._queue.remove(key)
-            self._queue.add(key, rank - seconds)
+        if self._shrinks:
+            for key in keys:
+                rank = self._queue.rank(key)
+                self._queue.remove(key)
+                self._queue.add(key, rank - seconds)
+
+    def computed(self, key: str, seconds: float, now_s: float, *, tokens: int, first: bool = False) -> None:
+        """See Policy."""
+        self.ran([key], seconds, now_s)
 
     def finish(self, key: str, *, completed: bool = True) -> None:
         """See Policy."""

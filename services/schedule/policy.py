@@ -54,8 +54,8 @@ class Next(NamedTuple):
 class Policy(Protocol):
     """Decides whose turn it is. Single-threaded, synchronous, no clock: `now_s` never goes back.
 
-    Between steps: `arrive` and `finish` for what came and went, then `choose`; after the step `ran` for those that
-    really ran. A request that was chosen and could not run (its KV is elsewhere) counts as waiting.
+    Between steps: `arrive` and `finish` for what came and went, then `choose`; after the step `ran` and `computed` for
+    those that really ran. A request that was chosen and could not run (its KV is elsewhere) counts as waiting.
     """
 
     @property
@@ -71,21 +71,15 @@ class Policy(Protocol):
         """The requests of the next step, best first; at most `batch`, and fewer only when fewer live."""
         ...
 
-    def ran(
-        self,
-        keys: Iterable[str],
-        seconds: float,
-        now_s: float,
-        *,
-        tokens: int = 1,
-        steps: int = 1,
-        prompt: bool = False,
-        first: bool = False,
-    ) -> None:
-        """Each of the keys ran `steps` equal steps that ended at `now_s`, is charged `seconds` in all for them, and
-        got `tokens` tokens computed in all. `prompt`: they are a chunk of its prompt, or of what is computed again,
-        however few they are. `first`: that was the last of its prompt, and it has its first token. Keys that ended in
-        the step are told too, before `finish`.
+    def ran(self, keys: Iterable[str], seconds: float, now_s: float, *, steps: int = 1) -> None:
+        """Each of the keys decoded a token in each of `steps` equal steps that ended at `now_s`, and is charged
+        `seconds` in all for them. Keys that ended in the step are told too, before `finish`.
+        """
+        ...
+
+    def computed(self, key: str, seconds: float, now_s: float, *, tokens: int, first: bool = False) -> None:
+        """In a step that ended at `now_s` the key got a chunk of its prompt computed, or of what is computed again, and
+        is charged `seconds` for it. `first`: that was the last of its prompt, and it has its first token.
         """
         ...
 

@@ -262,7 +262,7 @@ class Simulation:
     def _ran_rows(self, step: _Step, seconds: float, steps: int, first_token_s: float) -> None:
         if not step.rows:
             return
-        self._policy.ran([key for key, _ in step.rows], seconds, self._now_s, tokens=steps, steps=steps)
+        self._policy.ran([key for key, _ in step.rows], seconds, self._now_s, steps=steps)
         self._policy.measured(seconds / steps)
         self._tokens += steps * len(step.rows)
         for key, one in step.rows:
@@ -280,7 +280,7 @@ class Simulation:
             one.pending -= count
             one.context += count
             first = not one.pending and one.record.first_token_s < 0
-            self._policy.ran([key], own_s, self._now_s, tokens=count, prompt=True, first=first)
+            self._policy.computed(key, own_s, self._now_s, tokens=count, first=first)
             self._tokens += count
             if one.pending:
                 continue

@@ -63,9 +63,9 @@ def test_a_prompt_is_one_first_step_even_in_chunks_and_then_its_request_is_like_
     policy = Mlfq(step_s=1.0)
     policy.arrive(job("a", first_step_s=4.0), 0.0)
     for at in (3.0, 6.0):  # its quantum is 4 s
-        policy.ran(["a"], 3.0, at, tokens=tokens, prompt=True)
+        policy.computed("a", 3.0, at, tokens=tokens)
         assert policy.level("a") == 2
-    policy.ran(["a"], 3.0, 9.0, tokens=tokens, prompt=True, first=True)
+    policy.computed("a", 3.0, 9.0, tokens=tokens, first=True)
     assert policy.level("a") == 1
     assert [(change.what, change.level) for change in policy.take_changes()] == [("began", 1)]
     policy.ran(["a"], 1.0, 10.0)
@@ -78,7 +78,7 @@ def test_without_the_skip_every_chunk_lowers() -> None:
     policy = Mlfq(step_s=1.0, skip_join=False)
     policy.arrive(job("a", first_step_s=4.0), 0.0)
     for level, first in ((1, False), (2, False), (3, True)):
-        policy.ran(["a"], 3.0, 3.0 * level, tokens=100, prompt=True, first=first)
+        policy.computed("a", 3.0, 3.0 * level, tokens=100, first=first)
         assert policy.level("a") == level
 
 
@@ -87,16 +87,16 @@ def test_who_was_promoted_leaves_the_top_after_one_chunk() -> None:
     policy.arrive(job("a", first_step_s=4.0), 0.0)
     policy.choose(1, 5.0)
     assert policy.level("a") == 0
-    policy.ran(["a"], 3.0, 8.0, tokens=100, prompt=True)
+    policy.computed("a", 3.0, 8.0, tokens=100)
     assert policy.level("a") == 1
 
 
 def test_what_is_computed_again_is_charged_like_anything_else() -> None:
     policy = Mlfq(step_s=1.0)
     policy.arrive(job("a", first_step_s=2.0), 0.0)
-    policy.ran(["a"], 2.0, 2.0, tokens=100, prompt=True, first=True)
+    policy.computed("a", 2.0, 2.0, tokens=100, first=True)
     assert policy.level("a") == 1
-    policy.ran(["a"], 2.0, 4.0, tokens=101, prompt=True)
+    policy.computed("a", 2.0, 4.0, tokens=101)
     assert policy.level("a") == 2
 
 
@@ -176,10 +176,10 @@ def test_several_steps_at_once_end_where_single_steps_do() -> None:
     for at in range(21):
         single.ran(["a"], 1.0, at + 1.0)
     assert jumping.steady_steps(1.0, 0.0) > 21  # nobody waits
-    jumping.ran(["a"], 21.0, 21.0, tokens=21, steps=21)
+    jumping.ran(["a"], 21.0, 21.0, steps=21)
     assert single.level("a") == jumping.level("a") == 4
     for policy in (single, jumping):
-        policy.ran(["a"], 9.0, 30.0, tokens=9, steps=9)
+        policy.ran(["a"], 9.0, 30.0, steps=9)
         assert policy.level("a") == 4
         policy.ran(["a"], 1.0, 31.0)
         assert policy.level("a") == 5
@@ -191,7 +191,7 @@ def test_a_choice_stands_for_as_long_as_it_says() -> None:
         policy.arrive(job(key, first_step_s=4.0), 0.0)
     assert policy.choose(1, 0.0) == ["a"]
     assert policy.steady_steps(1.0, 0.0) == 4
-    policy.ran(["a"], 3.0, 3.0, tokens=3, steps=3)
+    policy.ran(["a"], 3.0, 3.0, steps=3)
     assert policy.choose(1, 3.0) == ["a"]
     policy.ran(["a"], 1.0, 4.0)
     assert policy.choose(1, 4.0) == ["b"]

@@ -180,7 +180,7 @@ def test_auto_turns_when_a_flood_leaves_another_tenant_behind_its_share() -> Non
         if policy.mode == "mlfq":
             break
         (key,) = policy.choose(1, float(index))
-        policy.ran([key], 10.0, index + 1.0, tokens=10)
+        policy.ran([key], 10.0, index + 1.0, steps=10)
         policy.finish(key)
     assert 512 * 2 < index * 10 < 512 * 2 + 200
     policy.choose(1, 400.0)
@@ -219,7 +219,7 @@ def flooded(policy: Auto, first: int, count: int) -> None:
         key = f"flood {index}"
         policy.arrive(Job(key=key, first_step_s=1.0, tenant="flood"), 0.0)
         policy.choose(1, 0.0)
-        policy.ran([key], 10.0, 0.0, tokens=10, steps=10)
+        policy.ran([key], 10.0, 0.0, steps=10)
         policy.finish(key)
 
 
@@ -229,7 +229,7 @@ def test_auto_keeps_shares_until_all_that_live_run_even_where_turns_lose() -> No
         policy.arrive(Job(key=key, first_step_s=1.0, tenant=key), 0.0)
     flooded(policy, 0, 300)
     assert policy.mode == "mlfq"
-    policy.ran(["light"], 3400.0, 0.0, tokens=3400, steps=3400)  # from here on nobody is behind
+    policy.ran(["light"], 3400.0, 0.0, steps=3400)  # from here on nobody is behind
     flooded(policy, 300, 50)
     assert policy.gain < LEAVE
     assert policy.mode == "mlfq"
@@ -256,7 +256,7 @@ def prompts_of(policy: Auto, share: float, tokens: int = 100) -> str:
         key = f"{share} {index}"
         policy.arrive(job(key), 0.0)
         policy.choose(1, 0.0)
-        policy.ran([key], service_s * share, 0.0, tokens=tokens, prompt=True)
+        policy.computed(key, service_s * share, 0.0, tokens=tokens)
         if share < 1:
             policy.ran([key], service_s * (1 - share), 0.0)
         policy.finish(key)

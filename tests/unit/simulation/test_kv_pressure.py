@@ -45,22 +45,12 @@ class Watched(Mlfq):
         self._now_s = now_s
         return chosen
 
-    def ran(
-        self,
-        keys: Iterable[str],
-        seconds: float,
-        now_s: float,
-        *,
-        tokens: int = 1,
-        steps: int = 1,
-        prompt: bool = False,
-        first: bool = False,
-    ) -> None:
+    def ran(self, keys: Iterable[str], seconds: float, now_s: float, *, steps: int = 1) -> None:
         keys = list(keys)
         for key in keys:
             self.waits.append((self._now_s - self._last_s[key], self._top.pop(key, 0)))
             self._last_s[key] = now_s
-        super().ran(keys, seconds, now_s, tokens=tokens, steps=steps, prompt=prompt, first=first)
+        super().ran(keys, seconds, now_s, steps=steps)
 
 
 def traffic(count: int, rate: float, seed: int) -> list[Request]:
