@@ -127,6 +127,18 @@ async def test_a_cut_in_a_message_spares_the_shorter_ones(below):
     assert not (got == 1).all()
 
 
+async def fail_to_pull(pair):
+    """A pull of 6,912,000 bytes as "t" breaks; everything is drained afterwards."""
+    pair.fill("t", 300)
+    offer = pair.offer("t", 300)
+    offer.advance(300)
+    offer.finish(1)
+    with pytest.raises((PeerLost, TransferAborted)):
+        await pair.pull("t", 300)
+    await until(lambda: pair.released == ["t"])
+    await pair.receiver.drained()
+
+
 @pytest.mark.parametrize("fault", ["cut-after=3MB", "cut-in=1MB"])
 async def test_a_cut_spares_the_probe_when_workers_meet_and_breaks_the_first_transfer(below, fault):
     """A probe moves tens of megabytes: the cut used to fall into it, before any KV had moved."""
@@ -137,14 +149,7 @@ async def test_a_cut_spares_the_probe_when_workers_meet_and_breaks_the_first_tra
         measured = await pair.receiver.probe(invitation, 9.0)
         await answering
         assert measured.bytes > 3_000_000
-        pair.fill("t", 300)  # 6,912,000 bytes
-        offer = pair.offer("t", 300)
-        offer.advance(300)
-        offer.finish(1)
-        with pytest.raises((PeerLost, TransferAborted)):
-            await pair.pull("t", 300)
-        await until(lambda: pair.released == ["t"])
-        await pair.receiver.drained()
+        await fail_to_pull(pair)
     assert transport.pending == 0
 
 
@@ -179,14 +184,7 @@ async def test_a_transfer_that_is_cut_is_an_error_and_leaves_nothing_behind(belo
     """The KV that must not be touched lies in the blocks that the failed pull gave back."""
     transport = FaultyTransport(below, parse_fault(f"cut-after={at}B,rate=4Gbit"))
     async with pair_over(transport, transport) as pair:
-        pair.fill("t", 300)  # 6,912,000 bytes
-        offer = pair.offer("t", 300)
-        offer.advance(300)
-        offer.finish(1)
-        with pytest.raises((PeerLost, TransferAborted)):
-            await pair.pull("t", 300)
-        await until(lambda: pair.released == ["t"])
-        await pair.receiver.drained()
+        await fail_to_pull(pair)
         await until(lambda: transport.pending == 0)
         assert pair.receiver.staging_out == pair.sender.staging_out == 0
         assert pair.receiver.quarantined == pair.sender.quarantined == 0
