@@ -15,7 +15,7 @@ name. Times are milliseconds of the Redis server's clock.
 | diptych:placed           | hash   | none | placed request → its placement as JSON      | scheduler | scheduler |
 | diptych:placed:expiry    | zset   | none | placed request → time it is forgotten       | scheduler | scheduler |
 | diptych:load             | hash   | none | decode incarnation → tokens placed on it    | scheduler | scheduler |
-| diptych:recent           | zset   | none | "<prefill i> request tokens" → time placed  | scheduler | scheduler |
+| diptych:recent:tokens    | hash   | 3 s  | "<prefill i> time placed" → prompts' tokens | scheduler | scheduler |
 
 Keys without a TTL are emptied by every use of the queue: waiters that are dead, placements that have expired.
 
@@ -38,7 +38,7 @@ SEQUENCE = "diptych:sequence"
 PLACED = "diptych:placed"
 PLACED_EXPIRY = "diptych:placed:expiry"
 LOAD = "diptych:load"
-RECENT = "diptych:recent"
+RECENT = "diptych:recent:tokens"
 
 
 def worker(incarnation: str) -> str:

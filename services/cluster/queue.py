@@ -8,6 +8,7 @@ when its time is over, or by `forget` when its worker turns out to be without wo
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,8 +21,10 @@ RETRY_AFTER_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RecentPrompt:
-    """A prompt that was placed on a prefill worker a moment ago: its next heartbeat may not count it yet."""
+class RecentPrompts:
+    """Prompts placed on a prefill worker within a tenth of a second, a moment ago: its next heartbeat may not count
+    them yet.
+    """
 
     prefill: str  # incarnation
     prompt_tokens: int
@@ -35,7 +38,7 @@ class LineState:
     head: str  # request at its head; empty when nobody waits
     length: int
     decode_tokens: Mapping[str, int]  # placed and unfinished, by decode incarnation
-    recent: Sequence[RecentPrompt]
+    recent: Sequence[RecentPrompts]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,21 +137,19 @@ class Queue:
 
 
 def _state(reply: Reply) -> LineState:
-    if not isinstance(reply, list):
+    if not isinstance(reply, str):
         raise TypeError(f"unexpected state of a line: {reply!r}")
-    head, length, load, recent = reply
-    loads, recents = strings(load), strings(recent)
+    state = json.loads(reply)
     return LineState(
-        head=str(head),
-        length=int(str(length)),
-        decode_tokens={name: int(tokens) for name, tokens in zip(loads[::2], loads[1::2], strict=True)},
-        recent=tuple(_recent(member, int(age)) for member, age in zip(recents[::2], recents[1::2], strict=True)),
+        head=state["head"],
+        length=state["length"],
+        decode_tokens=state["load"],
+        recent=tuple(
+            RecentPrompts(prefill=prefill, prompt_tokens=tokens, age_s=age_ms / 1000)
+            for prefill, prompts in state["recent"].items()
+            for tokens, age_ms in prompts
+        ),
     )
-
-
-def _recent(member: str, age_ms: int) -> RecentPrompt:
-    prefill, _, rest = member.partition(" ")
-    return RecentPrompt(prefill=prefill, prompt_tokens=int(rest.rpartition(" ")[2]), age_s=age_ms / 1000)
 
 
 def _ms(seconds: float) -> int:

@@ -1,6 +1,7 @@
 """The connection to Redis or Valkey, and the named Lua scripts beside this file. The only module that imports `redis`.
 
-Every operation ends within OPERATION_S. All scripts are safe to run twice, so a broken connection is tried once more.
+Every operation waits OPERATION_S at most for a connection, and as long for its reply. All scripts are safe to run
+twice, so a broken connection is tried once more.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from services.errors import DiptychError, StartError
 
 CONNECT_S = 1.0
 OPERATION_S = 2.0
+CONNECTIONS = 16
+"""Redis does one thing at a time: more of them only hold sockets. Subscriptions have one of them each."""
 _LISTEN_S = 5.0
 
 Argument = str | int
@@ -39,15 +42,17 @@ class StoreUnavailable(DiptychError):
 
 
 class Store:
-    """A pool of connections to one Redis. Opens them on first use, again after every loss."""
+    """CONNECTIONS connections to one Redis at most. Opens them on first use, again after every loss."""
 
     def __init__(self, url: str) -> None:
         """`url`: redis://, rediss:// or unix://. Raises StartError when it is none of them."""
         self._url = hide_password(url)
         self._available = True
         try:
-            self._client = redis.asyncio.Redis.from_url(
+            pool = redis.asyncio.BlockingConnectionPool.from_url(
                 url,
+                max_connections=CONNECTIONS,
+                timeout=OPERATION_S,
                 protocol=2,
                 decode_responses=True,
                 socket_connect_timeout=CONNECT_S,
@@ -56,6 +61,7 @@ class Store:
             )
         except ValueError:
             raise StartError(f"redis: {self._url} is not a redis://, rediss:// or unix:// URL") from None
+        self._client = redis.asyncio.Redis.from_pool(pool)
 
     @property
     def url(self) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import defaultdict
 
 from services.cluster.background import start_loop, stop_loops
@@ -91,20 +92,24 @@ class Line:
                 await self._queue.leave(ticket.model, ticket.request_id, ticket.call)
 
     async def _keep(self) -> None:
+        refreshed_s = float("-inf")
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(REFRESH_S if self._tickets else None):
                     await self._wake.wait()
             self._wake.clear()
+            if refresh := time.monotonic() - refreshed_s >= REFRESH_S:
+                refreshed_s = time.monotonic()
             by_model: defaultdict[str, list[Ticket]] = defaultdict(list)
             for ticket in self._tickets.values():
                 by_model[ticket.model].append(ticket)
             for model, tickets in by_model.items():
-                await self._tell(model, tickets)
+                await self._tell(model, tickets, refresh=refresh)
 
-    async def _tell(self, model: str, tickets: list[Ticket]) -> None:
+    async def _tell(self, model: str, tickets: list[Ticket], *, refresh: bool) -> None:
+        """`refresh`: all of them live on; else it only asks who is at the head, however many wait."""
         try:
-            state, gone = await self._queue.refresh(model, [ticket.request_id for ticket in tickets])
+            state, gone = await self._queue.refresh(model, [one.request_id for one in tickets if refresh])
         except StoreUnavailable as error:
             for ticket in tickets:
                 ticket.tell(error)

@@ -216,9 +216,9 @@ class Placer:
     def _loads(self, state: LineState) -> Loads:
         age_s = {worker.record.incarnation: worker.heartbeat_age_s for worker in self._view.workers()}
         recent: defaultdict[str, int] = defaultdict(int)
-        for prompt in state.recent:
-            if prompt.age_s < age_s.get(prompt.prefill, 0.0) + _HEARTBEAT_LAG_S:
-                recent[prompt.prefill] += prompt.prompt_tokens
+        for prompts in state.recent:
+            if prompts.age_s < age_s.get(prompts.prefill, 0.0) + _HEARTBEAT_LAG_S:
+                recent[prompts.prefill] += prompts.prompt_tokens
         return Loads(decode=state.decode_tokens, prefill=recent)
 
     def _admission(self, call: PlaceCall, choice: Placement) -> Admission:

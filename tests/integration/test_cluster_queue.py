@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator
 
 import pytest
 
 from services.cluster import queue as queue_module
+from services.cluster.embedded import EmbeddedRedis
 from services.cluster.queue import Admission, Gone, LineState, Placed, Queue
-from services.cluster.store import Store
+from services.cluster.store import CONNECTIONS, Store, StoreUnavailable
 from services.errors import NotAdmitted, WrongState
 
 WAIT_S = 10.0
@@ -65,6 +68,29 @@ async def place(queue: Queue, request_id: str, **changes: object) -> None:
     assert isinstance(attempt, int)
     await join(queue, request_id, attempt)
     assert isinstance(await queue.admit("m", admission(request_id, **changes)), Placed)  # type: ignore[arg-type]
+
+
+async def test_many_operations_at_once_share_few_connections(redis_url: str, queue: Queue, store: Store) -> None:
+    other = Store(redis_url)
+    await asyncio.gather(*(queue.refresh("m", []) for _ in range(200)))
+    connections = await other._client.info("clients")
+    assert 1 < connections["connected_clients"] <= CONNECTIONS + 1
+    await other.aclose()
+
+
+async def test_a_redis_that_hangs_ends_operations_that_have_no_connection_yet(
+    redis_server: EmbeddedRedis, queue: Queue
+) -> None:
+    await queue.refresh("m", [])
+    assert redis_server.pid is not None
+    os.kill(redis_server.pid, signal.SIGSTOP)
+    try:
+        async with asyncio.timeout(WAIT_S):
+            ended = await asyncio.gather(*(queue.refresh("m", []) for _ in range(200)), return_exceptions=True)
+    finally:
+        os.kill(redis_server.pid, signal.SIGCONT)
+    assert all(isinstance(one, StoreUnavailable) for one in ended)
+    assert (await queue.refresh("m", []))[0].head == ""
 
 
 async def test_an_empty_line_has_no_head(queue: Queue) -> None:
@@ -214,6 +240,28 @@ async def test_prompts_just_placed_are_told_with_their_age(queue: Queue) -> None
     state, _ = await queue.refresh("m", [])
     assert [(prompt.prefill, prompt.prompt_tokens) for prompt in state.recent] == [("p0", 7)]
     assert 0 <= state.recent[0].age_s < 3
+
+
+async def test_what_is_told_of_prompts_does_not_grow_with_their_number(queue: Queue) -> None:
+    for index in range(300):
+        await place(queue, f"r{index}", tokens=5, bound=10_000, prefill=f"p{index % 2}")
+        await queue.finish(f"r{index}")
+    state, _ = await queue.refresh("m", [])
+    assert len(state.recent) <= 2 * 31  # of each worker one for a tenth of a second, for 3 s
+    assert 0 < sum(prompts.prompt_tokens for prompts in state.recent) <= 300 * 5
+
+
+async def test_prompts_of_one_moment_are_told_together_and_not_for_long(queue: Queue) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while True:  # until both fell into the same tenth of a second
+            for request_id in ("a", "b"):
+                await place(queue, request_id, tokens=5, prefill="p0")
+                await queue.finish(request_id)
+            if 10 in (told := [prompts.prompt_tokens for prompts in (await queue.refresh("m", []))[0].recent]):
+                break
+        assert sum(told) % 10 == 0
+        while (await queue.refresh("m", []))[0].recent:
+            pass
 
 
 async def test_a_listener_hears_when_the_head_may_go(store: Store, queue: Queue) -> None:

@@ -37,6 +37,8 @@ from services.cluster.store import Store
 from services.rpc.server import RpcServer
 
 CLIENTS = 32
+WARM_UP = 400
+"""Requests. Until then, connections and threads come up to what so many clients need."""
 SAMPLES = 50
 PROMPT, NEW = 12, 4
 ANSWER = [7, 8, 9, 10]
@@ -123,9 +125,12 @@ class Clients:
 
     async def run(self, count: int) -> list[Growth]:
         """What came on top in each process. AssertionError: an answer is wrong; AioRpcError: a request failed."""
-        async with asyncio.TaskGroup() as group:
-            for _ in range(CLIENTS):
-                group.create_task(self._ask(count))
+        for more in (WARM_UP, count):
+            self.samples = [[] for _ in self._watched]
+            self._sent = self._done = 0
+            async with asyncio.TaskGroup() as group:
+                for _ in range(CLIENTS):
+                    group.create_task(self._ask(more))
         return [growth(samples) for samples in self.samples]
 
     async def _ask(self, count: int) -> None:
@@ -183,6 +188,6 @@ async def test_requests_leave_nothing_behind_in_gateway_and_scheduler(
         await asyncio.wait_for(channel.channel_ready(), READY_LIMIT_S)
         grown = await Clients(gateway_pb2_grpc.GatewayServiceStub(channel), watched).run(count)
     print(*grown, sep="\n")
-    assert engine.decoded == engine.prefilled == count
+    assert engine.decoded == engine.prefilled == WARM_UP + count
     for name, one in zip(("scheduler", "gateway"), grown, strict=True):
         assert one.problems(limit_bytes) == [], name

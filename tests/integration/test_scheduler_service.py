@@ -260,6 +260,31 @@ async def test_requests_go_in_the_order_in_which_they_came(mesh: Mesh) -> None:
     await scheduler.until_queued(0)
 
 
+async def test_a_long_line_that_moves_is_not_written_anew_each_time(mesh: Mesh) -> None:
+    client, waiting = await mesh.scheduler(), 40
+    await mesh.worker("decode-0")
+    await client.until_workers(1)
+
+    async def placed_and_finished(request_id: str) -> None:
+        await client.place(request_id)  # fills the worker
+        await client.finish(request_id)
+
+    await client.place("first")
+    async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as group:
+        for index in range(waiting):
+            group.create_task(placed_and_finished(f"r{index}"))
+        await client.until_queued(waiting)
+        begin = await looked_up(mesh.store)
+        await client.finish("first")
+    assert await looked_up(mesh.store) - begin < 8 * waiting  # 40 · 39 ÷ 2 if all were kept alive at every move
+
+
+async def looked_up(store: Store) -> int:
+    """How often somebody's place in line was."""
+    stats = await store._client.info("commandstats")
+    return int(stats["cmdstat_zscore"]["calls"])
+
+
 async def test_several_small_requests_run_side_by_side_until_the_memory_is_full(mesh: Mesh) -> None:
     await mesh.worker("decode-0")
     scheduler = await mesh.scheduler()
