@@ -6,7 +6,8 @@
 - Log-probabilities of the prompt and the first token come from the prefill leg alone: where they were asked for, the
   tokens of decode wait for it, and it matters to its end.
 - Decode does not hear of the log-probabilities of a prompt that prefill computes.
-- An answer that is finished (by the first token, a stop string, decode's last message) cancels what still runs.
+- An answer that is finished by the first token or a stop string cancels what still runs. After decode's last message
+  its stream ends by itself: to cancel it would only look like a client that left.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from services.gateway.placement import DecodeTokens, LegFailed, LegReports, LegW
 
 log = logging.getLogger(__name__)
 
-_REPORT_GRACE_S = 1.0  # how long a finished answer waits for the numbers of a leg that has not reported yet
+_END_GRACE_S = 1.0  # how long a finished answer waits for the ends of its legs, and for the numbers they bring
 
 
 class Legs:
@@ -51,6 +52,7 @@ class Legs:
         self._last: Piece | None = None
         self._prompt_logprobs: Sequence[TokenLogprobs] = ()  # not handed out yet
         self._prefilled = asyncio.Event()
+        self._decoded = False  # decode has sent its last message
         self._over = asyncio.Event()
 
     async def run(self, work: LegWork, deadline_s: float) -> Piece:
@@ -62,7 +64,7 @@ class Legs:
                 if self._placement.prefill is not None:
                     legs.append(group.create_task(self._prefill(work, deadline_s)))
                 await self._over.wait()
-                await self._late_report(legs)
+                await self._let_end(*legs)
                 for leg in legs:
                     leg.cancel()
         except BaseExceptionGroup as group_of_errors:
@@ -90,6 +92,7 @@ class Legs:
             async with aclosing(self._workers.decode(wanted, self._placement, deadline_s)) as messages:
                 async for message in messages:
                     self.handed_over = True
+                    self._decoded = message.reason is not None
                     self.reports.decode = message.begin or self.reports.decode
                     self.reports.turns = message.turns or self.reports.turns
                     if self._placement.prefill is not None and _waits_for_prefill(work):
@@ -130,10 +133,15 @@ class Legs:
             self._last = piece
             self._over.set()
 
-    async def _late_report(self, legs: Sequence[asyncio.Task[None]]) -> None:
-        """Decode may end before prefill's answer is here, which has numbers that the client is promised."""
+    async def _let_end(self, decode: asyncio.Task[None], *prefill: asyncio.Task[None]) -> None:
+        """Decode's stream ends by itself after its last message. Decode may get there before prefill's answer, which
+        has numbers that the client is promised.
+        """
+        ending = [decode] if self._decoded else []
         if self.reports.decode is not None and self.reports.prefill is None:
-            await asyncio.wait(legs, timeout=_REPORT_GRACE_S)
+            ending += prefill
+        if ending:
+            await asyncio.wait(ending, timeout=_END_GRACE_S)
 
 
 def _waits_for_prefill(work: LegWork) -> bool:

@@ -80,6 +80,25 @@ async def test_both_legs_make_one_answer_with_usage_and_phases(world: Scene) -> 
     assert await over(world.scheduler.finished) == "request1"
 
 
+async def test_a_decode_leg_that_ends_by_itself_is_not_cancelled(world: Scene) -> None:
+    ended: list[str] = []
+
+    async def script(request: object, context: object) -> AsyncIterator[decode_pb2.DecodeResponse]:
+        try:
+            yield tokens(0, HELLO, LENGTH)
+            await asyncio.sleep(0.2)
+            ended.append("by itself")
+        except (asyncio.CancelledError, GeneratorExit):
+            ended.append("cancelled")
+            raise
+
+    world.prefill.prefills = [prefilling(HELLO[0])]
+    world.decode.decodes = [script]
+    assert text_of(await answer(world, ask(max_tokens=5))) == "Hello"
+    assert {await over(world.prefill.ended), await over(world.decode.ended)} == {"prefill", "decode"}
+    assert ended == ["by itself"]
+
+
 async def test_legs_get_the_sequence_the_seed_and_the_hand_off(world: Scene) -> None:
     world.prefill.prefills = [prefilling(END, STOP, after=world.decode.begun)]
     world.decode.decodes = [endless_decode()]
