@@ -1,9 +1,12 @@
 """What `python -m loadtest schedule --real` runs, and what comes of a run. Pure: all randomness is in the seeds.
 
-Lengths are those of the simulation divided by SCALE, so that a run ends; where prompts are computed apart, those by
-APART: decode is to be what requests wait for, and a CPU is slow at prompts. Load 1.0 is the rate at which a machine of
-the workers' own latency, first come, first served, completes a backlog (`schedule_runs.saturation`), corrected by how
-much longer than predicted a mesh takes for one: all its processes share few cores, and prefill may be what is slowest.
+Lengths are those of the simulation: answers divided by ANSWERS, so that a run ends, and prompts by PROMPTS. A CPU is
+slow at prompts: a whole one of 1,536 tokens takes it as long as a hundred steps, the simulated GPU eight, and nothing
+but prompts would be waited for, whatever the schedule is.
+
+Load 1.0 is the rate at which a machine of the workers' own latency, first come, first served, completes a backlog
+(`schedule_runs.saturation`), corrected by how much longer than predicted a mesh takes for one: all its processes share
+few cores, and prefill may be what is slowest.
 """
 
 from __future__ import annotations
@@ -25,8 +28,8 @@ from services.schedule.catalog import policy_named
 from services.simulation.engine import Simulation
 from services.simulation.machine import Machine
 
-SCALE: Final = 2
-APART: Final = 8
+ANSWERS: Final = 2
+PROMPTS: Final = 8
 BATCH: Final = 8
 BACKLOG_S: Final = 60.0
 BACKLOG: Final = (24, 96)
@@ -106,10 +109,10 @@ def _at_once(prompt: str, tokens: int) -> Planned:
     return Planned(at_s=0.0, prompt=prompt, max_tokens=tokens, seed=0)
 
 
-def _scaled(lengths: Callable[[random.Random], Lengths], prompts: int = SCALE) -> Callable[[random.Random], Lengths]:
+def _scaled(lengths: Callable[[random.Random], Lengths]) -> Callable[[random.Random], Lengths]:
     def drawn(rng: random.Random) -> Lengths:
         prompt, output = lengths(rng)
-        return max(1, prompt // prompts), max(1, output // SCALE)
+        return max(1, prompt // PROMPTS), max(1, output // ANSWERS)
 
     return drawn
 
@@ -130,7 +133,7 @@ MODES: Final = (
     Mode(
         name="disaggregated",
         prefill=1,
-        workload=Workload(name="skewed", lengths=_scaled(skewed, APART)),
+        workload=Workload(name="skewed", lengths=_scaled(skewed)),
         policies=("fcfs", "mlfq", "auto"),
     ),
     Mode(

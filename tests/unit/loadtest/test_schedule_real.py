@@ -14,11 +14,11 @@ from loadtest import schedule_real
 from loadtest.__main__ import main
 from loadtest.client import Measured
 from loadtest.schedule_modes import (
-    APART,
+    ANSWERS,
     BACKLOG,
     BATCH,
     MODES,
-    SCALE,
+    PROMPTS,
     Live,
     Mode,
     planned,
@@ -57,9 +57,8 @@ def test_lengths_are_those_of_the_simulation_scaled_and_arrivals_come_at_the_rat
     simulated = SIMULATED[mode.workload.name].requests(2.0, 400, 1)
     live = planned(mode.workload, 2.0, 400, 1)
     assert [one.at_s for one in live] == [one.arrival_s for one in simulated]
-    assert [one.max_tokens for one in live] == [one.output_tokens // SCALE for one in simulated]
-    prompts = APART if mode.prefill else SCALE
-    assert [len(one.prompt.split()) for one in live] == [one.prompt_tokens // prompts for one in simulated]
+    assert [one.max_tokens for one in live] == [one.output_tokens // ANSWERS for one in simulated]
+    assert [len(one.prompt.split()) for one in live] == [one.prompt_tokens // PROMPTS for one in simulated]
     assert live[-1].at_s == pytest.approx(400 / 2.0, rel=0.2)
 
 
@@ -85,13 +84,13 @@ def test_a_backlog_comes_at_once_and_takes_as_long_as_its_steps() -> None:
     assert {one.at_s for one in backlog} == {0.0} and len(backlog) == BACKLOG[1]
     least_s = sum(one.max_tokens - 1 for one in backlog) * 0.04 / BATCH
     assert least_s < MODES[0].predicted_backlog_s(LATENCY) < least_s + 350 * 0.04
-    slow = replace(LATENCY, prefill=PrefillFit(a_s=1, b_s=0.01, c_s=0, chunk_tokens=256, error=0.0, steps=20))
+    slow = replace(LATENCY, prefill=PrefillFit(a_s=2, b_s=0.01, c_s=0, chunk_tokens=256, error=0.0, steps=20))
     assert len(MODES[1].backlog(slow)) == BACKLOG[0], "a run is not to wait for hours"
 
 
 def test_load_1_of_an_aggregated_mesh_has_the_prompts_in_it() -> None:
-    """Prompts of 400 tokens on average take about 0.23 s by themselves, 17.7 tokens of a step of eight 0.09 s."""
-    assert MODES[1].load_1(LATENCY) == pytest.approx(1 / (0.23 + 0.09), rel=0.15)
+    """Prompts of 100 tokens on average take about 0.06 s by themselves, 17.7 tokens of a step of eight 0.09 s."""
+    assert MODES[1].load_1(LATENCY) == pytest.approx(1 / (0.06 + 0.09), rel=0.15)
     with pytest.raises(ValueError, match="both fits are needed"):
         MODES[1].load_1(replace(LATENCY, prefill=None))
 
