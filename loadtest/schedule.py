@@ -48,7 +48,7 @@ MODE_NAMES = tuple(mode.name for mode in MODES)
 @click.option("--policy", "policies", multiple=True, help="Of --real, only this one beside fcfs; may be repeated.")
 @click.option("--requests", default=300, show_default=True, type=click.IntRange(20), help="Of each --real run.")
 @click.option("--first-seed", default=0, show_default=True, type=click.IntRange(0), help="Of --real.")
-@click.option("--minutes", default=90.0, show_default=True, type=click.FloatRange(1), help="Most time of --real.")
+@click.option("--minutes", default=120.0, show_default=True, type=click.FloatRange(1), help="Most time of --real.")
 @click.option("--model", default="smollm2", show_default=True, help="Of --real.")
 @click.option("--quick", is_flag=True, help="Fewer loads, requests and seeds, no large batches: a minute.")
 @click.option("--jobs", default=os.cpu_count() or 1, show_default=True, type=click.IntRange(1), help="Processes.")
@@ -74,7 +74,7 @@ def schedule(
     """First come, first served against feedback queues and what else there is, on OPT-13B on an A100.
 
     The whole run takes twenty-five minutes on two cores. --real sends the same traffic, shortened, to live meshes,
-    about an hour long; Ctrl-C or SIGTERM stops them and shows what there is by then.
+    an hour and a half long; Ctrl-C or SIGTERM stops them and shows what there is by then.
     """
     if plot:
         require_matplotlib()

@@ -154,7 +154,7 @@ class Live:
     seeds: int = 5
     first_seed: int = 0
     count: int = 300
-    limit_s: float = 5400.0
+    limit_s: float = 7200.0
     model: str = "smollm2"
     modes: Sequence[str] = ()
     policies: Sequence[str] = ()

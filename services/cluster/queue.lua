@@ -42,7 +42,7 @@ local function prune()
   end
 end
 
--- JSON, which takes its reader a tenth of the time of a nested reply:
+-- As JSON, for a client reads a nested reply element by element:
 -- {head: '' when nobody waits, length, load: {decode incarnation: tokens}, recent: {prefill incarnation: [[tokens, ms
 -- ago], …]}}. Its size does not depend on how many requests come.
 local function state()
@@ -131,6 +131,7 @@ function operations.admit(request, attempt, decode, tokens, bound, prefill, prom
   redis.call('ZADD', EXPIRY, now + live_ms, request)
   redis.call('HINCRBY', LOAD, decode, tokens)
   if prefill ~= '' then
+    -- up: prompts are better counted a moment too long than not at all
     local at = math.ceil(now / RECENT_STEP_MS) * RECENT_STEP_MS
     redis.call('HINCRBY', RECENT, string.format('%s %.0f', prefill, at), prompt_tokens)
     redis.call('PEXPIRE', RECENT, RECENT_MS)
